@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder, literal
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_json_object, add_schema
-from quire.structured.lark import MAX_CHOICE_CHARS, add_grammar, add_regex, error_code, first_line, parser_limits
+from quire.structured.lark import (
+    MAX_CHOICE_CHARS,
+    add_grammar,
+    add_regex,
+    check_length,
+    error_code,
+    first_line,
+    parser_limits,
+    problem_of,
+)
 from quire.structured.structural_tag import add_structural_tag
 from quire.structured_outputs import StructuredOutputParams
 
@@ -34,10 +43,7 @@ def checked(grammar: str) -> str:
     Raises:
         RequestError: "grammar_too_complex", or "invalid_grammar".
     """
-    import llguidance  # here, so that a front end that compiles nothing does not load it
-
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
-    problem = messages[0] if failed else _walk(grammar)
+    problem = problem_of(grammar) or _walk(grammar)
     if problem:
         reason, code = first_line(problem), error_code(problem)
         if code == "grammar_too_complex":
@@ -128,10 +134,5 @@ def _add_json(builder: GrammarBuilder, schema: str | dict[str, object] | bool, o
 
 
 def _add_choice(builder: GrammarBuilder, choices: list[str]) -> str:
-    if sum(map(len, choices)) > MAX_CHOICE_CHARS:
-        raise RequestError(
-            f"structured_outputs.choice may have at most {MAX_CHOICE_CHARS} characters in all",
-            param="structured_outputs.choice",
-            code="grammar_too_complex",
-        )
+    check_length(sum(map(len, choices)), MAX_CHOICE_CHARS, "structured_outputs.choice")
     return builder.terminal(" | ".join(map(literal, dict.fromkeys(choices))), "choice")

@@ -10,14 +10,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from quire.errors import RequestError
+from quire.errors import RequestError, echo
 from quire.structured.builder import GrammarBuilder
 
 if TYPE_CHECKING:
     import llguidance
-
-
-from quire.errors import echo
 
 MAX_REGEX_CHARS = 4096
 MAX_GRAMMAR_CHARS = 65536
@@ -68,6 +65,24 @@ def error_code(problem: str) -> str:
     return "grammar_too_complex" if any(words in said for words in _TOO_MUCH) else "invalid_grammar"
 
 
+def problem_of(grammar: str) -> str:
+    """Return what llguidance finds wrong with a grammar, or that it exceeds the limits; empty if nothing."""
+    import llguidance  # here, so that a front end that compiles nothing does not load it
+
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
+    return messages[0] if failed else ""
+
+
+def _refused(param: str, message: str, code: str = "invalid_grammar") -> RequestError:
+    return RequestError(f"{param}{message}", param=param, code=code)
+
+
+def check_length(length: int, most: int, param: str) -> None:
+    """Raise `RequestError` (grammar_too_complex) for a text of more than `most` characters."""
+    if length > most:
+        raise _refused(param, f" may have at most {most} characters, got {length}", "grammar_too_complex")
+
+
 # Attributes in the head of a rule which llguidance reads and this engine does nothing about.
 _WITHOUT_EFFECT = re.compile(
     r"^[ \t]*[!?]*\w+(?:::\w+)?\[[^\]\n]*?\b(temperature|capture|stop_capture)\b", re.MULTILINE
@@ -82,27 +97,18 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     """
     import llguidance  # here, so that a front end that compiles nothing does not load it
 
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(
-            f"{param} may have at most {MAX_GRAMMAR_CHARS} characters, got {len(text)}",
-            param=param,
-            code="grammar_too_complex",
-        )
+    check_length(len(text), MAX_GRAMMAR_CHARS, param)
     if not text.strip():
-        raise RequestError(f"{param} must not be empty", param=param, code="invalid_grammar")
+        raise _refused(param, " must not be empty")
     lark = _from_gbnf(text, param) if "::=" in text else text
     found = _WITHOUT_EFFECT.search(lark)
     if found is not None:
-        raise RequestError(
-            f"{param}: the attribute {found[1]} of a rule would have no effect; leave it out",
-            param=param,
-            code="invalid_grammar",
-        )
-    source = llguidance.LLMatcher.grammar_from_lark(lark)  # as such it is no Lark what has the form of its JSON
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
-    if failed:
-        first = messages[0].splitlines()[0].rstrip(":")
-        raise RequestError(f"{param}: {first[:300]}", param=param, code=error_code(first))
+        raise _refused(param, f": the attribute {found[1]} of a rule would have no effect; leave it out")
+    # Wrapped, so that a text that looks like llguidance's JSON form of grammars is not read as that.
+    problem = problem_of(llguidance.LLMatcher.grammar_from_lark(lark))
+    if problem:
+        first = problem.splitlines()[0].rstrip(":")
+        raise _refused(param, f": {first[:300]}", error_code(first))
     return builder.rule(f"%lark {{\n{lark}\n}}", "grammar")
 
 
@@ -112,11 +118,9 @@ def _from_gbnf(text: str, param: str) -> str:
     try:
         return gbnf_to_lark(text)
     except GbnfToLarkError as error:
-        raise RequestError(f"{param}: {error}", param=param, code="invalid_grammar") from None
+        raise _refused(param, f": {error}") from None
     except Exception as error:  # the converter raises bare exceptions for what it finds wrong
-        raise RequestError(
-            f"{param} cannot be read as GBNF: {str(error)[:200]}", param=param, code="invalid_grammar"
-        ) from None
+        raise _refused(param, f" cannot be read as GBNF: {str(error)[:200]}") from None
 
 
 def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured_outputs.regex") -> str:
@@ -127,25 +131,17 @@ def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured
     """
     import llguidance  # here, so that a front end that compiles nothing does not load it
 
-    if len(pattern) > MAX_REGEX_CHARS:
-        raise RequestError(
-            f"{param} may have at most {MAX_REGEX_CHARS} characters, got {len(pattern)}",
-            param=param,
-            code="grammar_too_complex",
-        )
+    check_length(len(pattern), MAX_REGEX_CHARS, param)
     if "\0" in pattern:
-        position = pattern.index("\0")
-        raise RequestError(f"{param} has a NUL character at position {position}", param=param, code="invalid_grammar")
+        raise _refused(param, f" has a NUL character at position {pattern.index(chr(0))}")
     body = f"/{llguidance.regex_to_lark(pattern, 'd')}/" if pattern else '""'
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-        f"start: T\nT: {body}\n", None, limits=parser_limits()
-    )
-    if failed:
-        raise _error(pattern, messages[0], param)
+    problem = problem_of(f"start: T\nT: {body}\n")
+    if problem:
+        raise _regex_error(pattern, problem, param)
     return builder.terminal(body, "regex")
 
 
-def _error(pattern: str, message: str, param: str) -> RequestError:
+def _regex_error(pattern: str, message: str, param: str) -> RequestError:
     """Say in one line what the library says in several, with a caret below the place."""
     lines = message.splitlines()
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -153,6 +149,4 @@ def _error(pattern: str, message: str, param: str) -> RequestError:
     reason = reason.split(" in regex /")[0]
     carets = [line.index("^") - 4 for line in lines if line.startswith("    ") and set(line.strip()) == {"^"}]
     where = f" at position {carets[0]}" if reasons and carets and 0 <= carets[0] <= len(pattern) else ""
-    return RequestError(
-        f"{param} {echo(pattern)} is no valid regex{where}: {reason}", param=param, code=error_code(reason)
-    )
+    return _refused(param, f" {echo(pattern)} is no valid regex{where}: {reason}", error_code(reason))

@@ -167,7 +167,7 @@ class _Compiler:
         ]
         one = builder.rule(" | ".join(triggered), "triggered")
         rest = add_text_without(builder, triggers)
-        least_one, only_one = self._flag(value, "at_least_one", pointer), self._flag(value, "stop_after_first", pointer)
+        least_one, only_one = self._how_many(value, pointer)
         if only_one:
             return builder.rule(one if least_one else f"{one} | {rest}", "text_or_tag")
         return builder.rule(f"{one}{'+' if least_one else '*'} {rest}", "text_and_tags")
@@ -179,7 +179,7 @@ class _Compiler:
             for index, tag in enumerate(tags)
         ]
         one = self.builder.rule(" | ".join(ways), "tags")
-        least_one, only_one = self._flag(value, "at_least_one", pointer), self._flag(value, "stop_after_first", pointer)
+        least_one, only_one = self._how_many(value, pointer)
         separator = self._marker(self._text(value, "separator", pointer))
         several = one if only_one else f"{one} ({separator} {one})*"
         return self.builder.rule(several if least_one else f"{several} | {EMPTY}", "tag_list")
@@ -206,11 +206,13 @@ class _Compiler:
             raise self._error(f"{pointer}/{name}", f"must be a string, got {echo(text)}")
         return text
 
-    def _flag(self, value: Mapping[str, Any], name: str, pointer: str) -> bool:
-        flag = value.get(name, False)
-        if not isinstance(flag, bool):
-            raise self._error(f"{pointer}/{name}", f"must be true or false, got {echo(flag)}")
-        return flag
+    def _how_many(self, value: Mapping[str, Any], pointer: str) -> tuple[bool, bool]:
+        """Return whether there must be a tag, and whether there may be only one."""
+        flags = {name: value.get(name, False) for name in ("at_least_one", "stop_after_first")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise self._error(f"{pointer}/{name}", f"must be true or false, got {echo(flag)}")
+        return flags["at_least_one"], flags["stop_after_first"]
 
     def _located(self, pointer: str, compile_part: Callable[[], str]) -> str:
         try:

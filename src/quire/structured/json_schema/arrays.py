@@ -6,10 +6,14 @@ the number of elements is bounded too, a parameter's bits count them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import math
+from collections.abc import Iterator
 
 from quire.structured.json_schema import regular
-from quire.structured.json_schema.errors import too_complex, unsupported
+from quire.structured.json_schema.assertions import negated
+from quire.structured.json_schema.emit import Emitter
+from quire.structured.json_schema.errors import MAX_CONTAINS_STATES, too_complex, unsupported
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.shapes import (
     All,
@@ -21,22 +25,6 @@ from quire.structured.json_schema.shapes import (
     StringShape,
     join,
 )
-
-if TYPE_CHECKING:
-    from quire.structured.json_schema.emit import Emitter
-
-
-import itertools
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from quire.structured.json_schema.assertions import negated
-from quire.structured.json_schema.errors import MAX_CONTAINS_STATES
-
-if TYPE_CHECKING:
-    from quire.structured.json_schema.emit import Emitter
-
 
 _MAX_DIFFERENT = 48
 

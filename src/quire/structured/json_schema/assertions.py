@@ -5,7 +5,7 @@ Keywords that combine schemas are in `expand`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,17 +123,6 @@ def multiple_assertion(value: int | float, pointer: str) -> Assertion:
     return fixed(only("number", holds), just("number", fails))
 
 
-def length_assertion(least: int, most: int | None, pointer: str) -> Assertion:
-    """`minLength` and `maxLength`."""
-    check_least(least, pointer)
-    if most is not None and most > MAX_LENGTH:
-        raise too_complex(pointer, f"{most} exceeds {MAX_LENGTH}")
-    fails = [] if least == 0 else [StringShape(most=least - 1)]
-    if most is not None:
-        fails.append(StringShape(least=most + 1))
-    return fixed(only("string", StringShape(least, most)), just("string", *fails))
-
-
 def check_least(least: int, pointer: str) -> None:
     """Raise where more is demanded than a grammar should count."""
     if least > MAX_MIN:
@@ -148,16 +137,25 @@ def language_assertion(language: Lang) -> Assertion:
     )
 
 
-def count_assertion(kind: str, least: int, most: int | None, pointer: str) -> Assertion:
-    """`minItems`, `maxItems`, `minProperties`, `maxProperties`."""
-    check_least(least, pointer)
-    if most is not None and most > MAX_ITEMS:
-        raise too_complex(pointer, f"{most} exceeds {MAX_ITEMS}")
-    shape = ArrayShape if kind == "array" else ObjectShape
-    fails = [] if least == 0 else [shape(most=least - 1)]
-    if most is not None:
-        fails.append(shape(least=most + 1))
-    return fixed(only(kind, shape(least=least, most=most)), just(kind, *fails))
+_COUNTED: dict[str, tuple[str, type[StringShape] | type[ArrayShape] | type[ObjectShape], int]] = {
+    "Length": ("string", StringShape, MAX_LENGTH),
+    "Items": ("array", ArrayShape, MAX_ITEMS),
+    "Properties": ("object", ObjectShape, MAX_ITEMS),
+}
+
+
+def count_assertions(schema: dict[str, Any], noun: str, pointer: str) -> Iterator[Assertion]:
+    """`minLength` and `maxLength` for the noun "Length"; the same for "Items" and "Properties"."""
+    kind, shape, limit = _COUNTED[noun]
+    if f"min{noun}" in schema:
+        least = int(schema[f"min{noun}"])
+        check_least(least, step(pointer, f"min{noun}"))
+        yield fixed(only(kind, shape(least=least)), just(kind, *([shape(most=least - 1)] if least else [])))
+    if f"max{noun}" in schema:
+        most = int(schema[f"max{noun}"])
+        if most > limit:
+            raise too_complex(step(pointer, f"max{noun}"), f"{most} exceeds {limit}")
+        yield fixed(only(kind, shape(most=most)), just(kind, shape(least=most + 1)))
 
 
 def required_assertion(names: list[str]) -> Assertion:

@@ -1,4 +1,4 @@
-"""The way in: `add_schema`, `add_any_json` and `add_json_object` write rules into a `GrammarBuilder`."""
+"""The way in: `add_schema` and `add_json_object` write the rules of a schema into a `GrammarBuilder`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.structured.builder import GrammarBuilder
+from quire.structured.json_schema import arrays, multiples, objects, regular
 from quire.structured.json_schema.document import Document
 from quire.structured.json_schema.emit import Emitter, JsonOptions
-from quire.structured.json_schema.errors import Budget, SchemaError, too_complex
+from quire.structured.json_schema.emptiness import string_language
+from quire.structured.json_schema.errors import Budget, SchemaError, too_complex, unsupported
 from quire.structured.json_schema.expand import Expander
+from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.regular import TooLargeError
-from quire.structured.json_schema.shapes import EVERYTHING, one
+from quire.structured.json_schema.shapes import (
+    All,
+    ArrayShape,
+    BooleanShape,
+    NullShape,
+    NumberShape,
+    ObjectShape,
+    Shape,
+    StringShape,
+    one,
+)
+
+__all__ = ["JsonOptions", "SchemaError", "add_json_object", "add_schema"]
 
 DEFAULT = JsonOptions()
 
@@ -29,7 +44,7 @@ def add_schema(builder: GrammarBuilder, schema: dict[str, Any] | bool, *, option
     document = Document(schema)
     emitter = Emitter(builder, Expander(document, Budget()), options)
     try:
-        return emitter.value(one(document.root))
+        return _add_value(emitter, one(document.root))
     except TooLargeError:
         raise too_complex("#", "its patterns take too many states") from None
     except RecursionError:
@@ -40,15 +55,58 @@ def add_schema(builder: GrammarBuilder, schema: dict[str, Any] | bool, *, option
         raise too_complex("#", error.message) from None
 
 
-def add_any_json(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> str:
-    """Add rules for any JSON value, and return the name of the first."""
-    return Emitter(builder, Expander(Document(True), Budget()), options).value(EVERYTHING)
-
-
 def add_json_object(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> str:
     """Add rules for any JSON object, and return the name of the first."""
-    emitter = Emitter(builder, Expander(Document(True), Budget()), options)
-    return builder.rule(emitter.any_object(), "object")
+    return add_schema(builder, {"type": "object"}, options=options)
 
 
-__all__ = ["JsonOptions", "SchemaError", "add_any_json", "add_json_object", "add_schema"]
+def _add_value(emitter: Emitter, demand: All) -> str:
+    """Add a rule for the values that fulfil `demand`, and all rules that it needs; return its name."""
+    name = emitter.value(demand)
+    while emitter.pending:
+        following = emitter.pending.pop()
+        emitter.builder.define(emitter.value(following), _alternatives(emitter, following))
+    return name
+
+
+def _alternatives(emitter: Emitter, demand: All) -> str:
+    """Return the body of the rule for the values that fulfil `demand`."""
+    texts, pointer = emitter.texts, emitter.where(demand)
+    shapes = [shape for part in emitter.expander.form(demand).values() for shape in part]
+    shapes = [shape for shape in shapes if not emitter.emptiness.of_shape(shape, pointer)]
+    if not shapes:
+        raise unsupported(pointer, "it has no instances")
+    emitter.expander.budget.spend(10 * len(shapes), pointer)
+    found = dict.fromkeys(expression for shape in shapes for expression in _expressions(emitter, shape, pointer))
+    # All strings are one terminal, and so are all numbers: the lexer pays for each terminal.
+    strings = [string_language(shape) for shape in shapes if isinstance(shape, StringShape)]
+    if strings:
+        found[texts.string(regular.alt(*strings))] = None
+    listed = [_listed(shape) for shape in shapes if isinstance(shape, NumberShape)]
+    as_floats = emitter.expander.document.draft != 4
+    numbers = [number_language(shape, whole_as_floats=as_floats) for shape in listed if not shape.multiples]
+    if numbers:
+        found[texts.number(regular.alt(*numbers))] = None
+    return " | ".join(found)
+
+
+def _expressions(emitter: Emitter, shape: Shape, pointer: str) -> list[str]:
+    """Return expressions whose union is the values of `shape`; none for strings and most numbers, see above."""
+    if isinstance(shape, NullShape):
+        return ['"null"']
+    if isinstance(shape, BooleanShape):
+        return [f'"{str(value).lower()}"' for value in sorted(shape.values)]
+    if isinstance(shape, ArrayShape):
+        return arrays.choices(emitter, shape, pointer)
+    if isinstance(shape, ObjectShape):
+        return objects.choices(emitter, shape, pointer)
+    if isinstance(shape, NumberShape) and _listed(shape).multiples:
+        as_floats = emitter.expander.document.draft != 4
+        return multiples.choices(emitter.builder, shape, whole_as_floats=as_floats, pointer=pointer)
+    return []
+
+
+def _listed(shape: NumberShape) -> NumberShape:
+    """Return a shape with multiples as the list of its few values, where they are few."""
+    values = multiples.listed_values(shape)
+    return shape if values is None else NumberShape(values=values)

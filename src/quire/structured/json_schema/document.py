@@ -31,21 +31,22 @@ TYPE_NAMES = (*TYPES, "integer")
 # Draft 2020-12 is the default. Its number is the year, so that drafts compare: 4, 6, 7, 2019, 2020.
 _SCHEMES = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "draft/2019-09": 2019, "draft/2020-12": 2020}
 
-SINGLE = frozenset(
-    (
-        "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "propertyNames",
-        "contains", "not", "if", "then", "else", "items",
-    )
-)  # fmt: skip
+# Keywords whose value is a schema, a list of schemas, or an object of schemas ("items" is either of the first two).
+SINGLE = frozenset(("additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems"))
+SINGLE |= {"propertyNames", "contains", "not", "if", "then", "else", "items"}
 LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
 
-_SINCE = {
-    "const": 6, "contains": 6, "propertyNames": 6, "if": 7, "then": 7, "else": 7,
-    "dependentRequired": 2019, "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019,
-    "minContains": 2019, "maxContains": 2019, "$anchor": 2019, "$recursiveRef": 2019,
-    "prefixItems": 2020, "$dynamicRef": 2020, "$dynamicAnchor": 2020,
-}  # fmt: skip
+_NEW = {  # draft -> the keywords that it brought
+    6: ("const", "contains", "propertyNames"),
+    7: ("if", "then", "else"),
+    2019: (
+        *("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
+        *("minContains", "maxContains", "$anchor", "$recursiveRef"),
+    ),
+    2020: ("prefixItems", "$dynamicRef", "$dynamicAnchor"),
+}
+_SINCE = {keyword: draft for draft, keywords in _NEW.items() for keyword in keywords}
 
 
 def draft_of(address: str) -> int | None:
@@ -65,10 +66,7 @@ def knows(draft: int, keyword: str) -> bool:
     return draft >= _SINCE.get(keyword, 0)
 
 
-def _is_count(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    return value >= 0 and (isinstance(value, int) or value.is_integer()) if isinstance(value, int | float) else False
+Check = Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
@@ -78,81 +76,54 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _is_count(value: Any) -> bool:
+    return is_number(value) and value >= 0 and value == int(value)
 
 
-def _is_type(value: Any) -> bool:
-    return value in TYPE_NAMES if isinstance(value, str) else _is_names(value) and all(v in TYPE_NAMES for v in value)
+def _is_a(*kinds: type) -> Check:
+    return lambda value: isinstance(value, kinds)
 
 
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, dict | bool)
+def _either(*checks: Check) -> Check:
+    return lambda value: any(check(value) for check in checks)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def _map_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def _is_limit(value: Any) -> bool:
-    return is_number(value) or isinstance(value, bool)
+_is_schema, _is_text = _is_a(dict, bool), _is_a(str)
+_is_type: Check = lambda value: isinstance(value, str) and value in TYPE_NAMES  # noqa: E731
 
-
-def _is_schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
-
-
-def _is_schema_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_schema, value.values()))
-
-
-def _is_name_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_names, value.values()))
-
-
-def _is_dependencies(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_schema(item) or _is_names(item) for item in value.values())
-
-
-def _is_items(value: Any) -> bool:
-    return _is_schema(value) or (isinstance(value, list) and all(map(_is_schema, value)))
-
-
-def _is_multiple(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-_COUNT = (_is_count, "a whole number that is not negative")
-_SCHEMA = (_is_schema, "a schema (an object or a boolean)")
-_MAP = (_is_schema_map, "an object of schemas")
-_LIST = (_is_schemas, "an array of schemas that is not empty")
-_NUMBER = (is_number, "a number")
-_TEXT = (_is_text, "a string")
-
-FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (_is_type, f"one or several of {', '.join(TYPE_NAMES)}"),
-    "enum": (lambda value: isinstance(value, list), "an array"),
-    "required": (_is_names, "an array of strings"),
-    "dependentRequired": (_is_name_map, "an object of arrays of strings"),
-    "dependencies": (_is_dependencies, "an object of schemas and arrays of strings"),
-    "items": (_is_items, "a schema or an array of schemas"),
-    "multipleOf": (_is_multiple, "a number above 0"),
-    "minimum": _NUMBER, "maximum": _NUMBER,
-    "exclusiveMinimum": (_is_limit, "a number"), "exclusiveMaximum": (_is_limit, "a number"),
-    "pattern": _TEXT, "format": _TEXT, "$ref": _TEXT, "$id": _TEXT, "$anchor": _TEXT, "$dynamicRef": _TEXT,
-    "$dynamicAnchor": _TEXT, "uniqueItems": (_is_bool, "a boolean"),
-    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _LIST),
-    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), _MAP),
-    **dict.fromkeys(SINGLE - {"items"}, _SCHEMA),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
-         "maxContains"), _COUNT,
-    ),
-}  # fmt: skip
+# keyword -> (check of its value, what it must be)
+FORMS: dict[str, tuple[Check, str]] = {
+    "type": (_either(_is_type, _list_of(_is_type)), f"one or several of {', '.join(TYPE_NAMES)}"),
+    "enum": (_is_a(list), "an array"),
+    "required": (_list_of(_is_text), "an array of strings"),
+    "dependentRequired": (_map_of(_list_of(_is_text)), "an object of arrays of strings"),
+    "dependencies": (_map_of(_either(_is_schema, _list_of(_is_text))), "an object of schemas and arrays of strings"),
+    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "uniqueItems": (_is_a(bool), "a boolean"),
+}
+FORMS |= dict.fromkeys(("minimum", "maximum"), (is_number, "a number"))
+FORMS |= dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (_either(is_number, _is_a(bool)), "a number"))
+FORMS |= dict.fromkeys(
+    ("pattern", "format", "$ref", "$id", "$anchor", "$dynamicRef", "$dynamicAnchor"), (_is_text, "a string")
+)
+FORMS |= dict.fromkeys(
+    (end + what for end in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")),
+    (_is_count, "a whole number that is not negative"),
+)
+FORMS |= dict.fromkeys(SINGLE, (_is_schema, "a schema (an object or a boolean)"))
+FORMS |= dict.fromkeys(
+    LISTS, (lambda value: bool(value) and _list_of(_is_schema)(value), "an array of schemas that is not empty")
+)
+FORMS |= dict.fromkeys(MAPS - {"dependencies"}, (_map_of(_is_schema), "an object of schemas"))
+FORMS["items"] = (_either(_is_schema, _list_of(_is_schema)), "a schema or an array of schemas")
 
 
 FALSE, TRUE = 0, 1

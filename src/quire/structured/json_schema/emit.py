@@ -1,6 +1,7 @@
-"""From assertions to grammar rules: each `All` that is reached gets one rule, so a schema may refer to itself.
+"""What rules are written with: `JsonOptions` (how instances look), `Texts` (the terminals), and the `Emitter`.
 
-`JsonOptions` says how instances are written, `Texts` holds the terminals: strings, names, numbers, punctuation.
+The rules themselves are in `arrays`, `objects`, `multiples` and `compiler`. They name the rule of another value with
+`Emitter.value`, which only puts it on the list of rules to be written, so a schema may refer to itself.
 """
 
 from __future__ import annotations
@@ -8,23 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.structured.builder import GrammarBuilder
-from quire.structured.json_schema import arrays, multiples, objects, regular
-from quire.structured.json_schema.emptiness import Emptiness, string_language
-from quire.structured.json_schema.errors import unsupported
+from quire.structured.json_schema.emptiness import Emptiness
 from quire.structured.json_schema.expand import Expander
-from quire.structured.json_schema.numbers import number_language
-from quire.structured.json_schema.regular import ALL, Lang
-from quire.structured.json_schema.shapes import (
-    EVERYTHING,
-    All,
-    ArrayShape,
-    BooleanShape,
-    NullShape,
-    NumberShape,
-    ObjectShape,
-    Shape,
-    StringShape,
-)
+from quire.structured.json_schema.regular import Lang
+from quire.structured.json_schema.shapes import All
 from quire.structured.json_schema.spelling import quoted, terminal
 
 # What writers of JSON put between its parts. If more could follow, an unsure model would go on with blanks for ever.
@@ -75,14 +63,6 @@ class Texts:
             self._values[language] = self.builder.terminal(terminal(language, spelled=False), "number")
         return self._values[language]
 
-    def any_string(self) -> str:
-        """Return the terminal of any string."""
-        return self.string(ALL)
-
-    def any_number(self) -> str:
-        """Return the terminal of any number."""
-        return self.number(number_language(NumberShape()))
-
 
 @dataclass(frozen=True)
 class JsonOptions:
@@ -101,10 +81,11 @@ class JsonOptions:
 
 
 class Emitter:
-    """Writes the rules of one document into a builder.
+    """The rules of one document as they are written into a builder: one for each `All` that is reached.
 
     Attributes:
         texts: the terminals. expander, emptiness: what is known of the document. options: as given by the caller.
+        pending: demands whose rules have a name but no body yet.
     """
 
     def __init__(self, builder: GrammarBuilder, expander: Expander, options: JsonOptions) -> None:
@@ -113,6 +94,7 @@ class Emitter:
         self.emptiness = Emptiness(expander)
         self.options = options
         self.texts = Texts(builder, options)
+        self.pending: list[All] = []
         self._rules: dict[All, str] = {}
 
     def where(self, demand: All) -> str:
@@ -122,62 +104,6 @@ class Emitter:
     def value(self, demand: All) -> str:
         """Return the name of a rule for the values that fulfil `demand`, of which there must be some."""
         if demand not in self._rules:
-            name = self._rules[demand] = self.builder.declare("value")
-            if demand == EVERYTHING:
-                self.builder.define(name, self._any())
-            else:
-                self.builder.define(name, self._choices(demand))
+            self._rules[demand] = self.builder.declare("value")
+            self.pending.append(demand)
         return self._rules[demand]
-
-    def _any(self) -> str:
-        texts, name = self.texts, self._rules[EVERYTHING]
-        array = f"{texts.open_array} ({name} ({texts.comma} {name})*)? {texts.close_array}"
-        return (
-            f'{texts.any_string()} | {texts.any_number()} | "true" | "false" | "null" | {array} | {self.any_object()}'
-        )
-
-    def any_object(self) -> str:
-        """Return an expression for any object."""
-        texts = self.texts
-        member = f"{texts.name(regular.ALL)} {self.value(EVERYTHING)}"
-        return f"{texts.open_object} ({member} ({texts.comma} {member})*)? {texts.close_object}"
-
-    def _choices(self, demand: All) -> str:
-        pointer = self.where(demand)
-        form = self.expander.form(demand)
-        shapes = [shape for part in form.values() for shape in part if not self.emptiness.of_shape(shape, pointer)]
-        if not shapes:
-            raise unsupported(pointer, "it has no instances")
-        self.expander.budget.spend(10 * len(shapes), pointer)
-        choices = dict.fromkeys(choice for shape in shapes for choice in self._shape(shape, pointer) if choice)
-        strings = [string_language(shape) for shape in shapes if isinstance(shape, StringShape)]
-        if strings:
-            choices[self.texts.string(regular.alt(*strings))] = None
-        plain = [_listed(shape) for shape in shapes if isinstance(shape, NumberShape)]
-        numbers = [self._number(shape) for shape in plain if not shape.multiples]
-        if numbers:
-            choices[self.texts.number(regular.alt(*numbers))] = None
-        return " | ".join(choices)
-
-    def _number(self, shape: NumberShape) -> regular.Lang:
-        return number_language(shape, whole_as_floats=self.expander.document.draft != 4)
-
-    def _shape(self, shape: Shape, pointer: str) -> list[str]:
-        if isinstance(shape, NullShape):
-            return ['"null"']
-        if isinstance(shape, BooleanShape):
-            return [f'"{str(value).lower()}"' for value in sorted(shape.values)]
-        if isinstance(shape, ArrayShape):
-            return arrays.choices(self, shape, pointer)
-        if isinstance(shape, ObjectShape):
-            return objects.choices(self, shape, pointer)
-        if isinstance(shape, NumberShape) and _listed(shape).multiples:
-            as_floats = self.expander.document.draft != 4
-            return multiples.choices(self.builder, shape, whole_as_floats=as_floats, pointer=pointer)
-        return []
-
-
-def _listed(shape: NumberShape) -> NumberShape:
-    """Return a shape with multiples as the list of its few values, where they are few."""
-    values = multiples.listed_values(shape)
-    return shape if values is None else NumberShape(values=values)

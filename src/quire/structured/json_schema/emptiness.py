@@ -19,7 +19,6 @@ from quire.structured.json_schema.shapes import (
     NOTHING,
     All,
     ArrayShape,
-    Form,
     NumberShape,
     ObjectShape,
     Shape,
@@ -83,13 +82,7 @@ class Emptiness:
         self._plans: dict[ObjectShape, ObjectPlan] = {}
         self._asked: set[All] = set()
         self._guesses = 0
-        expander.overlap = self.overlap  # type: ignore[method-assign]
-        expander.is_void = self.of_shape  # type: ignore[method-assign]
-
-    def overlap(self, first: Form, second: Form, pointer: str) -> bool:
-        """Tell whether two forms may have a value in common."""
-        both = self.expander.meet(first, second, pointer)
-        return any(not self.of_shape(shape, pointer) for shapes in both.values() for shape in shapes)
+        expander.is_empty = self.of_shape
 
     def of_demand(self, demand: All, pointer: str) -> bool:
         """Tell whether it is plain that no value fulfils `demand`."""

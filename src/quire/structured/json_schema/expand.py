@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from quire.structured.json_schema import assertions as say
+from quire.structured.json_schema import assertions
 from quire.structured.json_schema.assertions import Assertion, fixed, refusal
 from quire.structured.json_schema.document import Document, Node, knows
 from quire.structured.json_schema.errors import (
@@ -55,6 +55,8 @@ class Expander:
     def __init__(self, document: Document, budget: Budget) -> None:
         self.document = document
         self.budget = budget
+        # Tells whether a shape is known to have no values; set by `Emptiness`, which needs the forms to find out.
+        self.is_empty: Callable[[Shape, str], bool] = lambda shape, pointer: False
         self._forms: dict[tuple[int, bool], Form | None] = {}
         self._demands: dict[All, Form] = {}
         # With unevaluated* about, it matters which branches of an anyOf hold; else only that one does.
@@ -104,14 +106,10 @@ class Expander:
         result = intersect(first, second, lambda pairs: self.budget.spend(pairs, pointer))
         for kind, shapes in result.items():
             if len(shapes) > PRUNE_FROM:
-                result[kind] = tuple(shape for shape in shapes if not self.is_void(shape, pointer))
+                result[kind] = tuple(shape for shape in shapes if not self.is_empty(shape, pointer))
         if any(len(shapes) > 4 * MAX_ALTERNATIVES for shapes in result.values()):
             raise too_complex(pointer, f"more than {4 * MAX_ALTERNATIVES} alternatives")
         return result
-
-    def is_void(self, shape: Shape, pointer: str) -> bool:
-        """Tell whether it is plain that a shape has no values; replaced by the test in `emptiness`."""
-        return False
 
     def _positive(self, node: Node) -> Form:
         result = TOP
@@ -145,44 +143,37 @@ class Expander:
     def _values(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         pointer = node.pointer
         if "type" in schema:
-            yield say.type_assertion(schema["type"])
+            yield assertions.type_assertion(schema["type"])
         if "enum" in schema:
-            yield say.values_assertion(self.document, schema["enum"], step(pointer, "enum"))
+            yield assertions.values_assertion(self.document, schema["enum"], step(pointer, "enum"))
         if "const" in schema:
-            yield say.values_assertion(self.document, [schema["const"]], step(pointer, "const"))
-        yield from say.bound_assertions(schema, pointer)
+            yield assertions.values_assertion(self.document, [schema["const"]], step(pointer, "const"))
+        yield from assertions.bound_assertions(schema, pointer)
         if "multipleOf" in schema:
-            yield say.multiple_assertion(schema["multipleOf"], step(pointer, "multipleOf"))
-        if "minLength" in schema:
-            yield say.length_assertion(int(schema["minLength"]), None, step(pointer, "minLength"))
-        if "maxLength" in schema:
-            yield say.length_assertion(0, int(schema["maxLength"]), step(pointer, "maxLength"))
+            yield assertions.multiple_assertion(schema["multipleOf"], step(pointer, "multipleOf"))
+        yield from assertions.count_assertions(schema, "Length", pointer)
         if "pattern" in schema:
-            yield say.language_assertion(say.language_of(schema["pattern"], step(pointer, "pattern")))
+            yield assertions.language_assertion(assertions.language_of(schema["pattern"], step(pointer, "pattern")))
         if "format" in schema:
             language = format_language(schema, step(pointer, "format"))
             if language is not None:
                 refuse = refusal(step(pointer, "format"), "its negation")
-                yield Assertion(say.language_assertion(language).holds, refuse)
+                yield Assertion(assertions.language_assertion(language).holds, refuse)
 
     def _arrays(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         pointer = node.pointer
-        for keyword, at_least in (("minItems", True), ("maxItems", False)):
-            if keyword in schema:
-                value = int(schema[keyword])
-                low, high = (value, None) if at_least else (0, value)
-                yield say.count_assertion("array", low, high, step(pointer, keyword))
+        yield from assertions.count_assertions(schema, "Items", pointer)
         if schema.get("uniqueItems"):
             refuse = refusal(step(pointer, "uniqueItems"), "the negation of uniqueItems")
             yield Assertion(lambda: only("array", ArrayShape(unique=True)), refuse)
         positions = self._positions(node, schema)
         if positions is not None:
-            yield say.positions_assertion(node, positions, "items")
+            yield assertions.positions_assertion(node, positions, "items")
         if "contains" in schema:
             least = int(schema.get("minContains", 1))
             most = int(schema["maxContains"]) if "maxContains" in schema else None
             demand = one(self.document.child(node, "contains"))
-            yield say.contains_assertion(demand, least, most, step(pointer, "contains"))
+            yield assertions.contains_assertion(demand, least, most, step(pointer, "contains"))
 
     def _positions(self, node: Node, schema: dict[str, Any]) -> Positions | None:
         prefix_key, rest_key = "prefixItems", "items"
@@ -198,34 +189,28 @@ class Expander:
         return Positions(prefix, rest, explicit, marks=True)
 
     def _objects(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
-        pointer = node.pointer
-        for keyword, least in (("minProperties", True), ("maxProperties", False)):
-            if keyword in schema:
-                value = int(schema[keyword])
-                low, high = (value, None) if least else (0, value)
-                yield say.count_assertion("object", low, high, step(pointer, keyword))
+        yield from assertions.count_assertions(schema, "Properties", node.pointer)
         if "required" in schema:
-            yield say.required_assertion(schema["required"])
+            yield assertions.required_assertion(schema["required"])
         if any(key in schema for key in ("properties", "patternProperties", "additionalProperties")):
-            yield say.keys_assertion(node, self._keys(node, schema))
+            yield assertions.keys_assertion(node, self._keys(node, schema))
         if "propertyNames" in schema:
             demand = one(self.document.child(node, "propertyNames"))
             holds = only("object", ObjectShape(names=demand))
-            other = ("has", ("name", say.negated(demand)))
+            other = ("has", ("name", assertions.negated(demand)))
             yield fixed(holds, just("object", ObjectShape(presence=other)) if demand != EVERYTHING else BOTTOM)
         yield from self._dependencies(node, schema)
 
     def _keys(self, node: Node, schema: dict[str, Any]) -> Keys:
         child = self.document.child
         names = tuple((name, one(child(node, "properties", name))) for name in schema.get("properties", ()))
-        patterns = tuple(
-            (say.language_of(pattern, step(node.pointer, "patternProperties", pattern)),
-             one(child(node, "patternProperties", pattern)))
-            for pattern in schema.get("patternProperties", ())
-        )  # fmt: skip
+        patterns = []
+        for pattern in schema.get("patternProperties", ()):
+            language = assertions.language_of(pattern, step(node.pointer, "patternProperties", pattern))
+            patterns.append((language, one(child(node, "patternProperties", pattern))))
         explicit = "additionalProperties" in schema
         rest = one(child(node, "additionalProperties")) if explicit else EVERYTHING
-        return Keys(names, patterns, rest, explicit, marks=True)
+        return Keys(names, tuple(patterns), rest, explicit, marks=True)
 
     def _dependencies(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
@@ -314,8 +299,9 @@ class Expander:
         return result
 
     def overlap(self, first: Form, second: Form, pointer: str) -> bool:
-        """Tell whether two forms may have a value in common; replaced by a finer test in `emptiness`."""
-        return bool(self.meet(first, second, pointer))
+        """Tell whether two forms may have a value in common."""
+        both = self.meet(first, second, pointer)
+        return any(not self.is_empty(shape, pointer) for shapes in both.values() for shape in shapes)
 
     def _exactly_one(self, numbers: list[int], pointer: str) -> Form:
         where = step(pointer, "oneOf")

@@ -9,9 +9,11 @@ JSON ("10e2") are left out, except where any number will do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 from quire.structured.json_schema.regular import EMPTY, EPSILON, Lang, alt, both, cat, chars, neg, rep, text
 from quire.structured.json_schema.shapes import Bound, NumberShape, exact
@@ -62,10 +64,9 @@ def _any_float() -> Lang:
     return alt(_floats_between(None, None), cat(short, exponent))
 
 
-def _without(between: object, shape: NumberShape) -> Lang:
+def _without(between: Callable[[Bound | None, Bound | None], Lang], shape: NumberShape) -> Lang:
     """Return the texts between the bounds of `shape` that are none of its excluded values."""
-    assert callable(between)
-    found: Lang = between(shape.low, shape.high)
+    found = between(shape.low, shape.high)
     for value in shape.excluded:
         found = both(found, alt(between(None, (value, True)), between((value, True), None)))
     return found
@@ -85,9 +86,8 @@ def next_whole(bound: Bound, direction: int) -> int:
     return whole + direction if bound[1] and whole == value else whole
 
 
-def _signed(least: Decimal | int | None, most: Decimal | int | None, between: object) -> Lang:
+def _signed(least: Decimal | int | None, most: Decimal | int | None, between: Callable[[Any, Any], Lang]) -> Lang:
     """Return the texts from `least` to `most`, made of the texts of magnitudes by `between`."""
-    assert callable(between)
     found = EMPTY
     if most is None or most >= 0:
         found = between(max(least, 0) if least is not None else 0, most)
@@ -97,19 +97,19 @@ def _signed(least: Decimal | int | None, most: Decimal | int | None, between: ob
     return found
 
 
-def _naturals_between(low: int, high: int | None) -> Lang:
+def _naturals_between(low: int, high: int | None, longest: int = _LONG + 1) -> Lang:
     if high is not None and high < low:
         return EMPTY
-    above = _naturals_from(low)
+    above = _naturals_from(low, longest)
     return above if high is None else both(above, _naturals_to(high)) if low else _naturals_to(high)
 
 
-def _naturals_from(low: int, longest: int = _LONG + 1) -> Lang:
+def _naturals_from(low: int, longest: int) -> Lang:
     if low == 0:
         return alt(text("0"), cat(_NONZERO, rep(_D, 0, longest - 1)))
     digits = str(low)
     longer = cat(_NONZERO, rep(_D, len(digits), longest - 1)) if longest > len(digits) else EMPTY
-    return alt(longer, _digits_from(digits, ahead=EMPTY)) if longest >= len(digits) else EMPTY
+    return alt(longer, _same_length(digits, 1)) if longest >= len(digits) else EMPTY
 
 
 def _naturals_to(high: int) -> Lang:
@@ -118,26 +118,24 @@ def _naturals_to(high: int) -> Lang:
     if high > 0:
         if len(digits) > 1:
             found.append(cat(_NONZERO, rep(_D, 0, len(digits) - 2)))
-        found.append(both(_digits_to(digits), cat(_NONZERO, rep(_D, 0, None))))
+        found.append(both(_same_length(digits, -1), cat(_NONZERO, rep(_D, 0, None))))
     return alt(*found)
 
 
-def _digits_from(digits: str, ahead: Lang) -> Lang:
-    """Return the digit strings of this length that are not less than `digits`, or, before its end, go on as `ahead`."""
-    found = [text(digits)]
+def _departures(digits: str, direction: int) -> Iterator[tuple[int, Lang]]:
+    """Yield each index of `digits` and the strings up to it that are larger there (direction 1) or smaller (-1)."""
     for index, digit in enumerate(digits):
-        if digit != "9":
-            larger = chars("0123456789"[int(digit) + 1 :])
-            found.append(cat(text(digits[:index]), larger, rep(_D, len(digits) - index - 1, len(digits) - index - 1)))
-    return alt(*found, ahead)
+        others = "0123456789"[int(digit) + 1 :] if direction > 0 else "0123456789"[: int(digit)]
+        if others:
+            yield index, cat(text(digits[:index]), chars(others))
 
 
-def _digits_to(digits: str) -> Lang:
+def _same_length(digits: str, direction: int) -> Lang:
+    """Return the digit strings of the length of `digits` that are no less (direction 1) or no more (-1)."""
     found = [text(digits)]
-    for index, digit in enumerate(digits):
-        if digit != "0":
-            smaller = chars("0123456789"[: int(digit)])
-            found.append(cat(text(digits[:index]), smaller, rep(_D, len(digits) - index - 1, len(digits) - index - 1)))
+    for index, begin in _departures(digits, direction):
+        rest = len(digits) - index - 1
+        found.append(cat(begin, rep(_D, rest, rest)))
     return alt(*found)
 
 
@@ -185,7 +183,7 @@ def _decimals_between(low: Decimal | int, high: Decimal | None) -> Lang:
     else:
         whole, _, part = f"{lowest:f}".partition(".")
         larger = cat(_naturals_from(int(whole) + 1, _INTEGER_PART), _POINT, fraction)
-        equal = cat(text(whole), _POINT, _fraction_from(part)) if len(whole) <= _INTEGER_PART else EMPTY
+        equal = cat(text(whole), _POINT, _fraction(part, 1)) if len(whole) <= _INTEGER_PART else EMPTY
         above = alt(larger, equal)
     if high is None:
         return above
@@ -193,35 +191,22 @@ def _decimals_between(low: Decimal | int, high: Decimal | None) -> Lang:
     if highest < lowest:
         return EMPTY
     whole, _, part = f"{highest:f}".partition(".")
-    below = cat(text(whole), _POINT, _fraction_to(part))
+    below = cat(text(whole), _POINT, _fraction(part, -1))
     if int(whole) > 0:
         below = alt(below, cat(_naturals_to(int(whole) - 1), _POINT, fraction))
     return both(above, below)
 
 
-def _fraction_from(part: str) -> Lang:
-    """Return the digits behind a point that make no less than `part` does."""
-    part = part.rstrip("0")
-    found = [cat(text(part), rep(_D, 0, _FRACTION - len(part))) if part else rep(_D, 1, _FRACTION)]
-    for index, digit in enumerate(part):
-        if digit != "9":
-            larger = chars("0123456789"[int(digit) + 1 :])
-            found.append(cat(text(part[:index]), larger, rep(_D, 0, _FRACTION - index - 1)))
-    return alt(*found)
-
-
-def _fraction_to(part: str) -> Lang:
-    """Return the digits behind a point that make no more than `part` does."""
+def _fraction(part: str, direction: int) -> Lang:
+    """Return the digits behind a point that make no less (direction 1) or no more (-1) than `part` does."""
     part = part.rstrip("0")
     if not part:
-        return _SOME_ZEROS
-    found = [cat(text(part), rep(text("0"), 0, _FRACTION - len(part)))]
-    for index, digit in enumerate(part):
-        if index:
-            found.append(text(part[:index]))
-        if digit != "0":
-            smaller = chars("0123456789"[: int(digit)])
-            found.append(cat(text(part[:index]), smaller, rep(_D, 0, _FRACTION - index - 1)))
+        return rep(_D, 1, _FRACTION) if direction > 0 else _SOME_ZEROS
+    found = [cat(text(part), rep(_D if direction > 0 else text("0"), 0, _FRACTION - len(part)))]
+    if direction < 0:
+        found += [text(part[:length]) for length in range(1, len(part))]
+    for index, begin in _departures(part, direction):
+        found.append(cat(begin, rep(_D, 0, _FRACTION - index - 1)))
     return alt(*found)
 
 
@@ -232,22 +217,21 @@ def _scientific_between(low: Decimal | int, high: Decimal | None) -> Lang:
     if highest < lowest:
         return EMPTY
     first, last = lowest.adjusted(), highest.adjusted()
-    from_first = cat(_mantissa(_fraction_from, lowest, 1), _exponent(first, first))
-    to_last = cat(_mantissa(_fraction_to, highest, -1), _exponent(last, last))
+    from_first = cat(_mantissa(lowest, 1), _exponent(first, first))
+    to_last = cat(_mantissa(highest, -1), _exponent(last, last))
     if first == last:
         return both(from_first, to_last)
     between = cat(_NONZERO, rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1), _exponent(first + 1, last - 1))
     return alt(from_first, between if last - first > 1 else EMPTY, to_last)
 
 
-def _mantissa(fraction: object, value: Decimal, direction: int) -> Lang:
+def _mantissa(value: Decimal, direction: int) -> Lang:
     """Return the mantissas that are no less (direction 1) or no more (-1) than that of `value`."""
-    assert callable(fraction)
     digits = "".join(map(str, value.as_tuple().digits)).rstrip("0") or "0"
     head, tail = digits[0], digits[1:]
     others = "123456789"[int(head) :] if direction > 0 else "123456789"[: int(head) - 1]
     found = [cat(chars(others), rep(cat(_POINT, rep(_D, 1, _FRACTION)), 0, 1))] if others else []
-    found.append(cat(text(head), _POINT, fraction(tail)))
+    found.append(cat(text(head), _POINT, _fraction(tail, direction)))
     if direction < 0 or not tail:
         found.append(text(head))
     return alt(*found)
@@ -259,19 +243,10 @@ def _exponent(first: int, last: int) -> Lang:
     zero = rep(text("0"), 0, 1)
     found = []
     if last >= 0:
-        found.append(cat(rep(text("+"), 0, 1), zero, _exponent_digits(max(first, 0), last)))
+        found.append(cat(rep(text("+"), 0, 1), zero, _naturals_between(max(first, 0), last, 3)))
     if first < 0:
-        found.append(cat(text("-"), zero, _exponent_digits(max(-last, 1), -first)))
+        found.append(cat(text("-"), zero, _naturals_between(max(-last, 1), -first, 3)))
     return cat(_E, alt(*found))
-
-
-def _exponent_digits(low: int, high: int) -> Lang:
-    found = _naturals_to(high) if high < 100 else alt(text("0"), cat(_NONZERO, rep(_D, 0, 1)), _hundreds_to(high))
-    return both(_naturals_from(low, 3), found) if low else found
-
-
-def _hundreds_to(high: int) -> Lang:
-    return both(_digits_to(str(high)), cat(_NONZERO, rep(_D, 2, 2)))
 
 
 @lru_cache(maxsize=1)

@@ -7,28 +7,16 @@ satisfy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.structured.json_schema import regular
+from quire.structured.json_schema.emit import Emitter
 from quire.structured.json_schema.emptiness import FreeNames, ObjectPlan
 from quire.structured.json_schema.errors import MAX_VARIANTS, too_complex, unsupported
 from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of, assume, has, names_in, negation
-from quire.structured.json_schema.shapes import All, ObjectShape
-
-if TYPE_CHECKING:
-    from quire.structured.json_schema.emit import Emitter
-
-
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from quire.structured.json_schema.shapes import join
-
-if TYPE_CHECKING:
-    from quire.structured.json_schema.emit import Emitter
-
+from quire.structured.json_schema.shapes import All, ObjectShape, join
 
 _BITS = 63
 _BITS_BESIDE_COUNTS = 48

@@ -144,9 +144,13 @@ Shape = NullShape | BooleanShape | NumberShape | StringShape | ArrayShape | Obje
 Form = dict[str, tuple[Shape, ...]]
 
 TOP: Form = {
-    "null": (NullShape(),), "boolean": (BooleanShape(),), "number": (NumberShape(),), "string": (StringShape(),),
-    "array": (ArrayShape(),), "object": (ObjectShape(),),
-}  # fmt: skip
+    "null": (NullShape(),),
+    "boolean": (BooleanShape(),),
+    "number": (NumberShape(),),
+    "string": (StringShape(),),
+    "array": (ArrayShape(),),
+    "object": (ObjectShape(),),
+}
 BOTTOM: Form = {}
 
 
@@ -190,15 +194,20 @@ def combine(first: Shape, second: Shape) -> Shape | None:
         return _combine_strings(first, second)
     if isinstance(first, ArrayShape) and isinstance(second, ArrayShape):
         return ArrayShape(
-            max(first.least, second.least), _fewer(first.most, second.most),
-            _merge(first.positions, second.positions), _merge(first.contains, second.contains),
+            max(first.least, second.least),
+            _fewer(first.most, second.most),
+            _merge(first.positions, second.positions),
+            _merge(first.contains, second.contains),
             first.unique or second.unique,
-        )  # fmt: skip
+        )
     assert isinstance(first, ObjectShape) and isinstance(second, ObjectShape)
     return ObjectShape(
-        _merge(first.keys, second.keys), all_of((first.presence, second.presence)),
-        max(first.least, second.least), _fewer(first.most, second.most), join(first.names, second.names),
-    )  # fmt: skip
+        _merge(first.keys, second.keys),
+        all_of((first.presence, second.presence)),
+        max(first.least, second.least),
+        _fewer(first.most, second.most),
+        join(first.names, second.names),
+    )
 
 
 def _merge(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -214,9 +223,12 @@ def _combine_numbers(first: NumberShape, second: NumberShape) -> NumberShape | N
         values = tuple(value for value in first.values if exact(value) in wanted)
     joined = NumberShape(
         first.whole if second.whole is None else second.whole,
-        _tighter(first.low, second.low, 1), _tighter(first.high, second.high, -1),
-        first.multiples | second.multiples, values, _merge(first.excluded, second.excluded),
-    )  # fmt: skip
+        _tighter(first.low, second.low, 1),
+        _tighter(first.high, second.high, -1),
+        first.multiples | second.multiples,
+        values,
+        _merge(first.excluded, second.excluded),
+    )
     if joined.values is None:
         return joined
     kept = tuple(value for value in joined.values if fits(joined, value))

@@ -6,9 +6,10 @@ no two characters share a spelling, unions, intersections and complements of tex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
-from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang, Ranges, common, complement
+from quire.structured.json_schema.regular import ANY, EMPTY, Lang, Ranges, common, complement
 
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 47: "/", 92: "\\\\"}
 _RAW = complement(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
@@ -17,7 +18,7 @@ _ESCAPED = ((0, 0x1F), (0x7F, 0xFFFF))
 
 def terminal(lang: Lang, *, spelled: bool) -> str:
     """Return the body of a Lark terminal for `lang`: spelled as inside a JSON string, or as it is."""
-    return _Writer(spelled).lark(lang)
+    return _Writer(spelled_class if spelled else plain_class).lark(lang)
 
 
 def quoted(lang: Lang) -> str:
@@ -25,49 +26,45 @@ def quoted(lang: Lang) -> str:
 
     The quotes stand inside of intersections and complements: so the lexer sees which tokens are all the same to it.
     """
-    kind = lang[0]
-    writer = _Writer(spelled=True)
-    regex = writer.regex(lang)
-    if regex is not None:
-        return rf"/\"{regex}\"/"
-    if kind == "alt" and lang != EMPTY:
-        return "(" + " | ".join(quoted(part) for part in lang[1]) + ")"
-    if kind in ("and", "not"):
-        parts = lang[1] if kind == "and" else (lang,)
-        inner = [quoted(part) for part in parts if part[0] != "not"] or [quoted(ALL)]
-        return "(" + " & ".join([*inner, *(f"~({quoted(part[1])})" for part in parts if part[0] == "not")]) + ")"
-    return rf"(/\"/ {writer.lark(lang)} /\"/)"
+    return _Writer(spelled_class, quotes=True).lark(lang)
 
 
 class _Writer:
-    def __init__(self, spelled: bool) -> None:
-        self.char = spelled_class if spelled else plain_class
-        self.every = f"/(?:{self.char(ANY[1])})*/"
+    """Writes languages as expressions of regexes, `&`, `~` and `|`.
+
+    Args:
+        char: writes a class of characters. quotes: whether quotation marks stand around each text.
+    """
+
+    def __init__(self, char: Callable[[Ranges], str], quotes: bool = False) -> None:
+        self.char = char
+        self.quotes = quotes
+        self.every = self._leaf(f"(?:{char(ANY[1])})*")
+
+    def _leaf(self, regex: str) -> str:
+        return rf"/\"{regex}\"/" if self.quotes else f"/(?:{regex})/"
 
     def lark(self, lang: Lang) -> str:
-        """Return an expression of regexes, `&`, `~`, `|`, in brackets where it needs them."""
+        """Return an expression, in brackets where it needs them."""
+        kind = lang[0]
         if lang == EMPTY:
             return "(/a/ & /b/)"
         regex = self.regex(lang)
         if regex is not None:
-            return f"/(?:{regex})/"
-        kind = lang[0]
-        if kind == "cat":
-            return "(" + " ".join(self.lark(part) for part in lang[1]) + ")"
+            return self._leaf(regex)
         if kind == "alt":
             return "(" + " | ".join(self.lark(part) for part in lang[1]) + ")"
-        if kind == "and":
-            inner = [part for part in lang[1] if part[0] != "not"]
-            outer = [part[1] for part in lang[1] if part[0] == "not"]
-            written = [self.lark(part) for part in inner] or [self.every]
-            return "(" + " & ".join([*written, *(f"~({self.lark(part)})" for part in outer)]) + ")"
-        if kind == "not":
-            return f"({self.every} & ~({self.lark(lang[1])}))"
+        if kind in ("and", "not"):
+            parts = lang[1] if kind == "and" else (lang,)
+            inside = [self.lark(part) for part in parts if part[0] != "not"] or [self.every]
+            outside = [f"~({self.lark(part[1])})" for part in parts if part[0] == "not"]
+            return "(" + " & ".join([*inside, *outside]) + ")"
+        if self.quotes:
+            return rf"(/\"/ {_Writer(self.char).lark(lang)} /\"/)"
+        if kind == "cat":
+            return "(" + " ".join(self.lark(part) for part in lang[1]) + ")"
         _, part, least, most = lang
-        inner_text = self.lark(part)
-        if most is None and least <= 1:
-            return f"({inner_text}){'+' if least else '*'}"
-        return f"({inner_text}){{{least},{'' if most is None else most}}}"
+        return f"({self.lark(part)}){_repetition(least, most)}"
 
     def regex(self, lang: Lang) -> str | None:
         """Return one regex for `lang`, or None where it takes intersections or complements."""
@@ -91,11 +88,16 @@ class _Writer:
             return None
         if len(inner) > 1:
             inner = f"(?:{inner})"
-        if most is None and least <= 1:
-            return inner + ("+" if least else "*")
-        if (least, most) == (0, 1):
-            return inner + "?"
-        return inner + (f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}")
+        return inner + _repetition(least, most)
+
+
+def _repetition(least: int, most: int | None) -> str:
+    """Return the operator, of regexes as of Lark, that repeats `least` to `most` (None: any number of) times."""
+    if most is None and least <= 1:
+        return "+" if least else "*"
+    if (least, most) == (0, 1):
+        return "?"
+    return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
 
 
 def plain_class(ranges: Ranges) -> str:
@@ -114,8 +116,7 @@ def spelled_class(ranges: Ranges) -> str:
         choices.append(plain_class(raw))
     short = [letter for point, letter in _SHORT.items() if any(low <= point <= high for low, high in ranges)]
     if short:
-        letters = "".join(letter if letter != "/" else "\\/" for letter in short)
-        choices.append(r"\\[" + letters + "]")
+        choices.append(r"\\[" + "".join(short).replace("/", "\\/") + "]")
     choices += [r"\\u" + piece for low, high in common(ranges, _ESCAPED) for piece in _hex(low, high, 4)]
     for low, high in common(ranges, ((0x10000, 0x10FFFF),)):
         choices += _pairs(low - 0x10000, high - 0x10000)
