@@ -1,4 +1,4 @@
-"""Structural tags: text with tagged parts, each of a form of its own, as xgrammar and vLLM write them.
+"""Structural tags: text with tagged parts, each with a grammar of its own, as xgrammar and vLLM write them.
 
 Either {"type": "structural_tag", "format": F}, where F is one of the kinds below, or the older {"structures":
 [{"begin", "schema", "end"}], "triggers": [...]}, which is the same as "triggered_tags" with JSON in each tag.
@@ -7,7 +7,8 @@ Either {"type": "structural_tag", "format": F}, where F is one of the kinds belo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import RequestError, echo
@@ -34,192 +35,185 @@ def add_structural_tag(
             spec = json.loads(spec)
         except (ValueError, RecursionError):
             raise RequestError(f"{param} is not valid JSON", param=param, code="invalid_grammar") from None
-    return _Compiler(builder, options, param).whole(spec)
+    root = _Part(spec, "#", param)
+    if "structures" in root.fields or "triggers" in root.fields:
+        structures = root.items("structures")
+        tags = [
+            {
+                "begin": item.fields.get("begin"),
+                "content": {"type": "json_schema", "json_schema": item.fields.get("schema", {})},
+                "end": item.fields.get("end"),
+            }
+            for item in structures
+        ]
+        # Only the pointers of schemas differ: "#/structures/0/content/json_schema" for "#/structures/0/schema".
+        found = [_Part(tag, item.pointer, param) for tag, item in zip(tags, structures, strict=True)]
+        return _Compiler(builder, options).triggered(root, found, 0)
+    if root.fields.get("type") != "structural_tag":
+        raise root.error(f"must be structural_tag, got {echo(root.fields.get('type'))}", "type")
+    return _Compiler(builder, options).any_format(root.child("format"), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A value within a structural tag, and the JSON pointer to it."""
+
+    value: Any
+    pointer: str
+    param: str
+
+    def child(self, *keys: str | int) -> _Part:
+        """Return the part at `keys`; its value is None if there is nothing."""
+        value = self.value
+        for key in keys:
+            value = value.get(key) if isinstance(key, str) else value[key]
+        return _Part(value, "/".join([self.pointer, *map(str, keys)]), self.param)
+
+    def error(self, problem: str, *keys: str | int, code: str = "invalid_grammar") -> RequestError:
+        """Return the error that names this part, or the one at `keys`."""
+        pointer = "/".join([self.pointer, *map(str, keys)])
+        return RequestError(f"{self.param}, at {pointer}: it {problem}", param=self.param, code=code)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The value, which must be an object."""
+        if not isinstance(self.value, Mapping):
+            raise self.error(f"must be an object, got {echo(self.value)}")
+        return self.value
+
+    def items(self, name: str) -> list[_Part]:
+        """Return the elements of the list `name`, which must not be empty."""
+        items = self.fields.get(name)
+        if not isinstance(items, list) or not 0 < len(items) <= MAX_TAGS:
+            raise self.error(f"must be a list of 1 to {MAX_TAGS} items, got {echo(items)}", name)
+        return [self.child(name, index) for index in range(len(items))]
+
+    def text(self, name: str) -> str:
+        """Return the string `name`."""
+        text = self.fields.get(name)
+        if not isinstance(text, str):
+            raise self.error(f"must be a string, got {echo(text)}", name)
+        return text
+
+    def flag(self, name: str) -> bool:
+        """Return the boolean `name`, false if there is none."""
+        flag = self.fields.get(name, False)
+        if not isinstance(flag, bool):
+            raise self.error(f"must be true or false, got {echo(flag)}", name)
+        return flag
 
 
 class _Compiler:
-    """Compiles one structural tag. `pointer` is always the JSON pointer of what is being compiled."""
+    """Compiles the formats of one structural tag; `depth` is how deep a format is nested in others."""
 
-    def __init__(self, builder: GrammarBuilder, options: JsonOptions, param: str) -> None:
+    def __init__(self, builder: GrammarBuilder, options: JsonOptions) -> None:
         self.builder = builder
         self.options = options
-        self.param = param
-        self._kinds: dict[str, Callable[[Mapping[str, Any], str, int], str]] = {
-            "const_string": self._const_string,
+        self._kinds: dict[str, Callable[[_Part, int], str]] = {
+            "const_string": lambda part, depth: self._marker(part.text("value")),
             "json_schema": self._json_schema,
-            "regex": self._regex,
-            "grammar": self._grammar,
-            "any_text": self._any_text,
+            "regex": lambda part, depth: self._by_caller(part, add_regex, "pattern"),
+            "grammar": lambda part, depth: self._by_caller(part, add_grammar, "grammar"),
+            "any_text": lambda part, depth: add_text_without(self.builder),
             "sequence": self._sequence,
-            "or": self._or,
+            "or": lambda part, depth: self._join(part, depth, " | ", "choice"),
             "tag": self._tag,
-            "triggered_tags": self._triggered_tags,
+            "triggered_tags": lambda part, depth: self.triggered(part, part.items("tags"), depth),
             "tags_with_separator": self._tags_with_separator,
         }
 
-    def whole(self, spec: Any) -> str:
-        """Compile what the caller gave."""
-        spec = self._object(spec, "#")
-        if "structures" in spec or "triggers" in spec:
-            return self._older(spec)
-        if spec.get("type") != "structural_tag":
-            raise self._error("#/type", f"must be structural_tag, got {echo(spec.get('type'))}")
-        return self._format(spec.get("format"), "#/format", 0)
-
-    def _older(self, spec: Mapping[str, Any]) -> str:
-        structures = self._list(spec, "structures", "#")
-        tags = [
-            {
-                "begin": self._object(item, f"#/structures/{index}").get("begin"),
-                "content": {"type": "json_schema", "json_schema": item.get("schema", {})},
-                "end": item.get("end"),
-            }
-            for index, item in enumerate(structures)
-        ]
-        # Only the pointers of schemas differ: "#/structures/0/content/json_schema" for "#/structures/0/schema".
-        return self._triggered_tags({"triggers": spec.get("triggers"), "tags": tags}, "#", 0, tags_at="#/structures")
-
-    def _format(self, value: Any, pointer: str, depth: int) -> str:
+    def any_format(self, part: _Part, depth: int) -> str:
+        """Add a format of any kind; return the name of its rule or terminal."""
         if depth > MAX_DEPTH:
-            raise self._error(pointer, f"is nested deeper than {MAX_DEPTH} levels", code="grammar_too_complex")
-        value = self._object(value, pointer)
-        kind = value.get("type")
-        compile_kind = self._kinds.get(kind) if isinstance(kind, str) else None
-        if compile_kind is None:
-            raise self._error(f"{pointer}/type", f"must be one of {', '.join(self._kinds)}, got {echo(kind)}")
-        return compile_kind(value, pointer, depth + 1)
+            raise part.error(f"is nested deeper than {MAX_DEPTH} levels", code="grammar_too_complex")
+        kind = part.fields.get("type")
+        add = self._kinds.get(kind) if isinstance(kind, str) else None
+        if add is None:
+            raise part.error(f"must be one of {', '.join(self._kinds)}, got {echo(kind)}", "type")
+        return add(part, depth + 1)
 
-    # ---- kinds ----
-
-    def _const_string(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        return self._marker(self._text(value, "value", pointer))
-
-    def _json_schema(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        schema = value.get("json_schema", {})
+    def _json_schema(self, part: _Part, depth: int) -> str:
         try:
-            return add_schema(self.builder, schema, options=self.options)
+            return add_schema(self.builder, part.fields.get("json_schema", {}), options=self.options)
         except SchemaError as error:
-            where = f"{pointer}/json_schema{error.pointer.removeprefix('#')}"
+            where = f"{part.pointer}/json_schema{error.pointer.removeprefix('#')}"
             raise RequestError(
-                f"{self.param}, at {where}: {error.message}", param=self.param, code=error.code
+                f"{part.param}, at {where}: {error.message}", param=part.param, code=error.code
             ) from None
 
-    def _regex(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        return self._located(pointer, lambda: add_regex(self.builder, self._text(value, "pattern", pointer)))
+    def _by_caller(self, part: _Part, add: Callable[[GrammarBuilder, str], str], name: str) -> str:
+        """Add the caller's grammar or regex; its errors name the part."""
+        text = part.text(name)
+        try:
+            return add(self.builder, text)
+        except RequestError as error:
+            message = error.message.removeprefix("structured_outputs.")
+            raise RequestError(
+                f"{part.param}, at {part.pointer}: {message}", param=part.param, code=error.code
+            ) from None
 
-    def _grammar(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        return self._located(pointer, lambda: add_grammar(self.builder, self._text(value, "grammar", pointer)))
+    def _sequence(self, part: _Part, depth: int) -> str:
+        for element in part.items("elements")[:-1]:
+            if isinstance(element.value, Mapping) and element.value.get("type") in ("any_text", "triggered_tags"):
+                raise element.error("has no end, so nothing can come after it")
+        return self._join(part, depth, " ", "sequence")
 
-    def _any_text(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        return add_text_without(self.builder)
+    def _join(self, part: _Part, depth: int, operator: str, hint: str) -> str:
+        rules = [self.any_format(element, depth) for element in part.items("elements")]
+        return self.builder.rule(operator.join(rules), hint)
 
-    def _sequence(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        elements = self._list(value, "elements", pointer)
-        for index, element in enumerate(elements[:-1]):
-            if isinstance(element, Mapping) and element.get("type") in ("any_text", "triggered_tags"):
-                raise self._error(f"{pointer}/elements/{index}", "has no end, so nothing can come after it")
-        parts = [self._format(item, f"{pointer}/elements/{index}", depth) for index, item in enumerate(elements)]
-        return self.builder.rule(" ".join(parts), "sequence")
-
-    def _or(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        elements = self._list(value, "elements", pointer)
-        ways = [self._format(item, f"{pointer}/elements/{index}", depth) for index, item in enumerate(elements)]
-        return self.builder.rule(" | ".join(ways), "choice")
-
-    def _tag(self, value: Mapping[str, Any], pointer: str, depth: int, skip: int = 0) -> str:
-        """A tag; with `skip` without the first characters of its beginning, which were a trigger."""
-        begin = self._text(value, "begin", pointer)[skip:]
-        end = self._text(value, "end", pointer)
-        content = value.get("content")
-        if isinstance(content, Mapping) and content.get("type") == "any_text":
+    def _tag(self, part: _Part, depth: int, skip: int = 0) -> str:
+        """Add a tag; with `skip`, without the first characters of its beginning, which were a trigger."""
+        begin, end = part.text("begin")[skip:], part.text("end")
+        content = part.child("content")
+        if isinstance(content.value, Mapping) and content.value.get("type") == "any_text":
             if not end:
-                raise self._error(f"{pointer}/end", "must not be empty behind any_text")
+                raise part.error("must not be empty behind any_text", "end")
             inner = add_text_until(self.builder, [end])
         else:
-            inner = f"{self._format(content, f'{pointer}/content', depth)} {self._marker(end)}"
+            inner = f"{self.any_format(content, depth)} {self._marker(end)}"
         return self.builder.rule(f"{self._marker(begin)} {inner}", "tag")
 
-    def _triggered_tags(self, value: Mapping[str, Any], pointer: str, depth: int, *, tags_at: str | None = None) -> str:
-        """Free text; a trigger in it must begin one of the tags."""
-        triggers = self._list(value, "triggers", pointer)
-        tags = self._list(value, "tags", pointer)
-        for index, trigger in enumerate(triggers):
+    def triggered(self, part: _Part, tags: Sequence[_Part], depth: int) -> str:
+        """Add free text in which a trigger must begin one of the tags."""
+        triggers: dict[str, list[str]] = {}  # to the rules of their tags, behind the trigger
+        for item in part.items("triggers"):
+            trigger = item.value
             if not isinstance(trigger, str) or not trigger:
-                raise self._error(f"{pointer}/triggers/{index}", f"must be a non-empty string, got {echo(trigger)}")
-            for other in triggers[:index]:
+                raise item.error(f"must be a non-empty string, got {echo(trigger)}")
+            for other in triggers:
                 if trigger in other or other in trigger:
-                    raise self._error(f"{pointer}/triggers/{index}", f"overlaps with the trigger {echo(other)}")
-        ways: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for index, tag in enumerate(tags):
-            at = f"{tags_at or f'{pointer}/tags'}/{index}"
-            begin = self._text(self._object(tag, at), "begin", at)
-            trigger = next((item for item in triggers if begin.startswith(item)), None)
-            if trigger is None:
-                raise self._error(f"{at}/begin", f"must begin with one of the triggers, got {echo(begin)}")
-            ways[trigger].append(self._tag(tag, at, depth, skip=len(trigger)))
-        for index, trigger in enumerate(triggers):
-            if not ways[trigger]:
-                raise self._error(f"{pointer}/triggers/{index}", "begins none of the tags")
+                    raise item.error(f"overlaps with the trigger {echo(other)}")
+            triggers[trigger] = []
+        for tag in tags:
+            begin = tag.text("begin")
+            found = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+            if found is None:
+                raise tag.error(f"must begin with one of the triggers, got {echo(begin)}", "begin")
+            triggers[found].append(self._tag(tag, depth, skip=len(found)))
+        for index, rules in enumerate(triggers.values()):
+            if not rules:
+                raise part.error("begins none of the tags", "triggers", index)
         builder = self.builder
-        triggered = [
-            f"{add_text_until(builder, [trigger], without=triggers)} {builder.rule(' | '.join(rests), 'tags')}"
-            for trigger, rests in ways.items()
-        ]
-        one = builder.rule(" | ".join(triggered), "triggered")
-        rest = add_text_without(builder, triggers)
-        least_one, only_one = self._how_many(value, pointer)
-        if only_one:
-            return builder.rule(one if least_one else f"{one} | {rest}", "text_or_tag")
-        return builder.rule(f"{one}{'+' if least_one else '*'} {rest}", "text_and_tags")
+        one = builder.rule(
+            " | ".join(
+                f"{add_text_until(builder, [trigger], without=[*triggers])} {builder.rule(' | '.join(rules), 'tags')}"
+                for trigger, rules in triggers.items()
+            ),
+            "triggered",
+        )
+        rest = add_text_without(builder, [*triggers])
+        at_least_one = part.flag("at_least_one")
+        if part.flag("stop_after_first"):
+            return builder.rule(one if at_least_one else f"{one} | {rest}", "text_or_tag")
+        return builder.rule(f"{one}{'+' if at_least_one else '*'} {rest}", "text_and_tags")
 
-    def _tags_with_separator(self, value: Mapping[str, Any], pointer: str, depth: int) -> str:
-        tags = self._list(value, "tags", pointer)
-        ways = [
-            self._tag(self._object(tag, f"{pointer}/tags/{index}"), f"{pointer}/tags/{index}", depth)
-            for index, tag in enumerate(tags)
-        ]
-        one = self.builder.rule(" | ".join(ways), "tags")
-        least_one, only_one = self._how_many(value, pointer)
-        separator = self._marker(self._text(value, "separator", pointer))
+    def _tags_with_separator(self, part: _Part, depth: int) -> str:
+        one = self.builder.rule(" | ".join(self._tag(tag, depth) for tag in part.items("tags")), "tags")
+        at_least_one, only_one = part.flag("at_least_one"), part.flag("stop_after_first")
+        separator = self._marker(part.text("separator"))
         several = one if only_one else f"{one} ({separator} {one})*"
-        return self.builder.rule(several if least_one else f"{several} | {EMPTY}", "tag_list")
-
-    # ---- fields ----
+        return self.builder.rule(several if at_least_one else f"{several} | {EMPTY}", "tag_list")
 
     def _marker(self, text: str) -> str:
         return self.builder.marker(text) if text else EMPTY
-
-    def _object(self, value: Any, pointer: str) -> Mapping[str, Any]:
-        if not isinstance(value, Mapping):
-            raise self._error(pointer, f"must be an object, got {echo(value)}")
-        return value
-
-    def _list(self, value: Mapping[str, Any], name: str, pointer: str) -> list[Any]:
-        items = value.get(name)
-        if not isinstance(items, list) or not 0 < len(items) <= MAX_TAGS:
-            raise self._error(f"{pointer}/{name}", f"must be a list of 1 to {MAX_TAGS} items, got {echo(items)}")
-        return items
-
-    def _text(self, value: Mapping[str, Any], name: str, pointer: str) -> str:
-        text = value.get(name)
-        if not isinstance(text, str):
-            raise self._error(f"{pointer}/{name}", f"must be a string, got {echo(text)}")
-        return text
-
-    def _how_many(self, value: Mapping[str, Any], pointer: str) -> tuple[bool, bool]:
-        """Return whether there must be a tag, and whether there may be only one."""
-        flags = {name: value.get(name, False) for name in ("at_least_one", "stop_after_first")}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise self._error(f"{pointer}/{name}", f"must be true or false, got {echo(flag)}")
-        return flags["at_least_one"], flags["stop_after_first"]
-
-    def _located(self, pointer: str, compile_part: Callable[[], str]) -> str:
-        try:
-            return compile_part()
-        except RequestError as error:
-            message = error.message.removeprefix("structured_outputs.")
-            raise RequestError(f"{self.param}, at {pointer}: {message}", param=self.param, code=error.code) from None
-
-    def _error(self, pointer: str, problem: str, code: str = "invalid_grammar") -> RequestError:
-        return RequestError(f"{self.param}, at {pointer}: it {problem}", param=self.param, code=code)
