@@ -279,8 +279,9 @@ def test_times_and_counts_of_a_request() -> None:
     assert rig.listener.steps == [(3, 1), (0, 1), (0, 1)]
     [done] = rig.listener.finished
     assert (done.num_prompt_tokens, done.num_generation_tokens, done.max_tokens, done.n) == (3, 3, 3, 1)
-    assert (done.e2e_seconds, done.queue_seconds, done.prefill_seconds) == (6.0, 1.0, 2.0)
-    assert (done.decode_seconds, done.inference_seconds) == (3.0, 5.0)
+    times = done.metrics
+    assert (times.e2e_seconds, times.queue_seconds, times.prefill_seconds) == (6.0, 1.0, 2.0)
+    assert (times.decode_seconds, times.inference_seconds) == (3.0, 5.0)
     assert (done.finish_reason, done.num_cached_tokens, done.num_preemptions) == ("length", 2, 1)
 
 
