@@ -282,7 +282,7 @@ def test_times_and_counts_of_a_request() -> None:
     times = done.metrics
     assert (times.e2e_seconds, times.queue_seconds, times.prefill_seconds) == (6.0, 1.0, 2.0)
     assert (times.decode_seconds, times.inference_seconds) == (3.0, 5.0)
-    assert (done.finish_reason, done.num_cached_tokens, done.num_preemptions) == ("length", 2, 1)
+    assert (done.finish_reason, done.num_cached_tokens, times.num_preemptions) == ("length", 2, 1)
 
 
 def test_an_error_in_the_engine_ends_the_request() -> None:

@@ -11,12 +11,13 @@ import asyncio
 import json
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from quire.checks import Fields, check_length, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
@@ -38,6 +39,7 @@ WINDOW = 4  # lines that wait for an earlier one, for each that is being answere
 TRIES = 10
 LONGEST_WAIT = 5.0
 BUSY = (429, 503, 529)
+HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,6 @@ class BatchRequest:
 
     custom_id: str
     url: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What an app answers. Names of headers are in small letters."""
-
-    status: int
-    headers: Mapping[str, str]
     body: bytes
 
 
@@ -128,52 +121,6 @@ def _is_broken(text: str) -> bool:
     return False
 
 
-async def call_app(app: ASGIApp, url: str, body: bytes) -> Reply:
-    """Return what an app answers to a POST of JSON."""
-    status, headers, chunks = 0, {}, []
-    sent = False
-
-    async def receive() -> Message:
-        nonlocal sent
-        if sent:  # this client never goes away before it is answered
-            await asyncio.Event().wait()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        nonlocal status, headers
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
-        else:
-            chunks.append(message.get("body", b""))
-
-    await app(_scope(url, len(body)), receive, send)
-    return Reply(status, headers, b"".join(chunks))
-
-
-def _scope(url: str, size: int) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [
-            (b"host", b"batch"),
-            (b"content-type", b"application/json"),
-            (b"content-length", str(size).encode()),
-        ],
-        "client": None,
-        "server": None,
-        "state": {},
-    }
-
-
 class Batch:
     """Requests on their way through an app.
 
@@ -190,7 +137,7 @@ class Batch:
         self.reader = Reader(max_body_bytes)
         self.num_done = 0
         self.num_failed = 0
-        self._app = app
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None)
         self._check = check
         self._room = asyncio.Semaphore(concurrency)
         self._window = WINDOW * concurrency
@@ -231,12 +178,12 @@ class Batch:
             result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
             failed = True
             if isinstance(request, BatchRequest):
-                reply = await self._ask(request)
-                failed = reply.status >= 400
+                reply = await self._post(request)
+                failed = reply.status_code >= 400
                 response = {
-                    "status_code": reply.status,
+                    "status_code": reply.status_code,
                     "request_id": reply.headers.get("x-request-id"),
-                    "body": msgspec.Raw(reply.body or b"null"),
+                    "body": msgspec.Raw(reply.content or b"null"),
                 }
                 result |= {"custom_id": request.custom_id, "response": response, "error": None}
             else:
@@ -245,11 +192,11 @@ class Batch:
             self.num_failed += failed
             return msgspec.json.encode(result)
 
-    async def _ask(self, request: BatchRequest) -> Reply:
-        """Return the answer to a request; one for which there is no room at the moment waits."""
+    async def _post(self, request: BatchRequest) -> httpx.Response:
+        """Return the response to a request, which is tried again while the server is overloaded."""
         for _ in range(TRIES):
-            reply = await call_app(self._app, request.url, request.body)
-            if reply.status not in BUSY:
+            reply = await self._http.post(request.url, content=request.body, headers=HEADERS)
+            if reply.status_code not in BUSY:
                 break
             await self._check()
             await asyncio.sleep(min(float(reply.headers.get("retry-after", 1)), LONGEST_WAIT))

@@ -15,13 +15,12 @@ from quire.engine_request import LoRARequest
 from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
-from quire.server.errors import HTTPProblem
-from quire.server.limits import Deadline
+from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool, ServedModel
 from quire.server.paths import is_admin, without_root
 from quire.server.responses.store import ResponseStore
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
+from quire.server.streaming import until_disconnect
 from quire.server.timeline import RequestRecords
 from quire.server.tracing import Tracing
 
@@ -162,15 +161,8 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
     if model.available:
         await acquire()
     else:
-        deadline: Deadline | None = request.scope["state"].get("deadline")
-        try:
-            async with asyncio.timeout(None if deadline is None else deadline.left):
-                await until_disconnect(request.receive, acquire())
-        except TimeoutError:
-            assert deadline is not None
-            raise deadline.exceeded() from None
-        except ClientGoneError:
-            raise HTTPProblem(CLIENT_CLOSED, "the client has gone", code="client_closed") from None
+        async with time_limit(request.scope["state"].get("deadline")):
+            await until_disconnect(request.receive, acquire())
     lora = None if name is None or name in model.names else model.llm.adapters.find(name)
     if name is None or (lora is None and name not in model.names):
         name = model.names[0]

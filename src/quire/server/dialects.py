@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.errors import RequestError, rename_field
 from quire.server.json_io import json_response
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
+from quire.server.streaming import EventStream, until_disconnect
 
 MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content\b(?:\[\d+\])?)?")
 
@@ -92,7 +92,5 @@ async def respond(
     try:
         with names.translating():
             return json_response(await until_disconnect(request.receive, answer.whole()), headers=headers)
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
     finally:
         answer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,8 +21,9 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.server.context import ModelContext
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
+from quire.server.limits import time_limit
 from quire.server.protocol import GenerationRequest
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, last_outputs, until_disconnect
+from quire.server.streaming import last_outputs, until_disconnect
 from quire.server.structured_outputs import structured_output
 from quire.server.timeline import response_metrics
 from quire.server.tracing import traced_parameters
@@ -234,7 +235,8 @@ class Generation(EngineJob):
                     lora_request=self.context.lora,
                     **options,
                 )
-                self.add(await self._in_time(submission), params)
+                async with time_limit(self.deadline):
+                    self.add(await submission, params)
                 self._check_size(params)
                 if len(self.streams) % YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # many prompts must not hold up other requests
@@ -280,15 +282,6 @@ class Generation(EngineJob):
         self._expired = True
         self.abort()
 
-    async def _in_time(self, submission: Coroutine[Any, Any, RequestStream]) -> RequestStream:
-        if self.deadline is None:
-            return await submission
-        try:
-            async with asyncio.timeout(self.deadline.left):
-                return await submission
-        except TimeoutError:
-            raise self.deadline.exceeded() from None
-
     def explain(self, error: RequestError) -> RequestError:
         """Return an error of the front with the names of the request's fields."""
         error = _as_written(error)
@@ -322,8 +315,6 @@ class Generation(EngineJob):
         """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client disconnects."""
         try:
             outputs = await until_disconnect(request.receive, last_outputs(self.streams))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED)
         finally:
             self.close()
         for output in outputs:

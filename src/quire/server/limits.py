@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -228,6 +229,19 @@ class Deadline:
     def exceeded(self) -> HTTPProblem:
         """Return the error for a response that is not complete in time."""
         return HTTPProblem(504, f"the answer was not complete within {self.seconds:g} s", code="request_timeout")
+
+
+@asynccontextmanager
+async def time_limit(deadline: Deadline | None) -> AsyncIterator[None]:
+    """Cancel the block at the deadline, if there is one, and raise the error of a response that is not complete."""
+    if deadline is None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(deadline.left):
+            yield
+    except TimeoutError:
+        raise deadline.exceeded() from None
 
 
 def check_timeout(name: str, seconds: float, most: float | None) -> float:

@@ -32,9 +32,10 @@ from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, model_context
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import large_json_response
+from quire.server.limits import time_limit
 from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import EngineBody, ShortText, body_schema
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, until_disconnect
+from quire.server.streaming import until_disconnect
 from quire.server.tokenize import encode_text, tokenizer_of
 from quire.tokenizer.tokenizer import check_text
 
@@ -139,10 +140,7 @@ class PoolingJob(EngineJob):
         Raises:
             QuireError: as `AsyncLLM.submit`, or one of the requests failed.
         """
-        try:
-            outputs = await self.run(request, inputs)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED)
+        outputs = await self.run(request, inputs)
         num_tokens = sum([len(output.prompt_token_ids) for output in outputs])
         usage = {
             "prompt_tokens": num_tokens,
@@ -154,7 +152,7 @@ class PoolingJob(EngineJob):
         return await large_json_response(num_values(outputs), lambda: {**head, **build(outputs), "usage": usage})
 
     async def run(self, request: Request, inputs: Sequence[RequestInput]) -> list[Pooled]:
-        """Run the requests; return their outputs in order. Raises `QuireError`, and `ClientGoneError`."""
+        """Run the requests; return their outputs in order. Raises `QuireError`."""
 
         def add(stream: RequestStream) -> None:
             self.add(stream, inputs[len(self.streams)].params)
@@ -164,11 +162,8 @@ class PoolingJob(EngineJob):
             num_tokens = sum([estimate_tokens(item.prompt) for item in inputs])
             self.limit(request, num_tokens, num_tokens)
             work = self.context.llm.pool_all(inputs, note=add, **self.engine_options())
-            async with asyncio.timeout(None if self.deadline is None else self.deadline.left):
+            async with time_limit(self.deadline):
                 return await until_disconnect(request.receive, work)
-        except TimeoutError:
-            assert self.deadline is not None
-            raise self.deadline.exceeded() from None
         except QuireError as error:
             self.count_rejection(error)
             if isinstance(error, GenerationError) and error.code == ABORTED:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import QuireError
 from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
-from quire.server.errors import error_event, error_response
+from quire.server.errors import HTTPProblem, error_event, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,11 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before the response was complete."""
+class ClientGoneError(HTTPProblem):
+    """The client closed its connection before the response was complete. Its response goes to the log only."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_CLOSED, "the client closed its connection", code="client_closed")
 
 
 def event(value: Any) -> bytes:

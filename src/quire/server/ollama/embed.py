@@ -19,7 +19,6 @@ from quire.server.ollama.translate import check_keep_alive
 from quire.server.parsing import parse_request, validate
 from quire.server.pooling import EmbeddingRequest, PoolingJob, embedding_inputs, num_values
 from quire.server.protocol import RequestModel, body_schema
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError
 
 router = APIRouter()
 
@@ -73,10 +72,7 @@ async def _answer(
         context = await named_model(request, body.model)
     cut = {"truncate_prompt_tokens": -1} if truncate else {}
     inner = validate(EmbeddingRequest, {"model": body.model, **fields, **cut})
-    try:
-        found = await PoolingJob(context, inner, "embd").run(request, await embedding_inputs(context, inner))
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
+    found = await PoolingJob(context, inner, "embd").run(request, await embedding_inputs(context, inner))
 
     def build() -> dict[str, Any]:
         answer: dict[str, Any] = write(found)

@@ -34,7 +34,7 @@ from quire.server.responses.translate import (
     counted_request,
     without_default_effort,
 )
-from quire.server.streaming import CLIENT_CLOSED, ClientGoneError, EventStream, until_disconnect
+from quire.server.streaming import EventStream, until_disconnect
 
 router = APIRouter()
 
@@ -100,8 +100,6 @@ async def _answer(request: Request, body: ResponseRequest, context: ModelContext
         return EventStream(_encoded(run, obfuscated), run.close)
     try:
         await until_disconnect(request.receive, _exhaust(run))
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
     finally:
         run.close()
     if run.error is not None:
