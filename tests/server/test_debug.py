@@ -146,7 +146,7 @@ def test_both_can_be_drawn(held: LiveServer, core: EngineCore, ask: Ask) -> None
         ("/debug/blocks", "limit=16385", "limit must be an integer from 0 to 16384, got '16385'"),
         ("/debug/blocks", "start=" + "9" * 5000, "start must be an integer"),
         ("/debug/blocks", "tier=disk", "tier must be one of device, host, got 'disk'"),
-        ("/debug/blocks", "tokens=1", "tokens must be one of false, true, got '1'"),
+        ("/debug/blocks", "tokens=1", "tokens must be true or false, got '1'"),
         ("/debug/blocks", "limits=1", "unknown parameter limits; did you mean limit?"),
         ("/debug/prefixes", "tier=host", "unknown parameter tier"),
         ("/debug/prefixes", "format=html", "format must be one of json, text, got 'html'"),
@@ -161,4 +161,4 @@ def test_bad_queries_are_refused_by_name(held: LiveServer, path: str, query: str
 def test_they_are_described(held: LiveServer) -> None:
     paths = held.http.get("/openapi.json").json()["paths"]
     names = [item["name"] for item in paths["/debug/blocks"]["get"]["parameters"]]
-    assert names == ["limit", "start", "tier", "tokens", "format", "model"]
+    assert set(names) == {"limit", "start", "tier", "tokens", "format", "model"}

@@ -18,8 +18,8 @@ from quire.executor.null import NullExecutor
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext
 from quire.server.metrics import HISTORY_SECONDS, History
-from quire.server.model_pool import ServedModel
 from quire.server.paths import OPEN_PATHS, PAGE_FOLDER, PROBES, STATE_PATH, page_path
+from quire.server.served_model import ServedModel
 from quire.step import SchedulerStats
 from tests.helpers.fake_engine import fake_front_model
 from tests.helpers.live_server import LiveServer, MakeServer, server_config

@@ -21,7 +21,7 @@ from quire.config import CONFIG_GROUPS, SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
-from quire.server.model_entry import ModelEntry, accepted_names
+from quire.server.served_model import ModelEntry, accepted_names
 from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:

@@ -13,53 +13,51 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from quire.checks import Refused, wrong_value
+from quire.checks import Refused
 from quire.errors import RequestError, echo
 from quire.server.context import ServerContext, context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
-from quire.server.parsing import check_query, describe_query, parse_request
+from quire.server.parsing import QuerySchema, describe_query, parse_request, read_query
 from quire.server.protocol import RequestModel, body_schema
 from quire.server.served_model import ServedModel
 
-LEVELS = {"1": 1, "2": 2}
-MODEL = {"type": "string"}
-LEVEL = {"type": "integer", "enum": [1, 2], "default": 1}
+MODEL: QuerySchema = {"model": {"type": "string"}}
+SLEEP: QuerySchema = {"level": {"type": "integer", "enum": [1, 2], "default": 1}, **MODEL}
 
 router = APIRouter()
 
 
-@router.post("/sleep", openapi_extra=describe_query(level=LEVEL, model=MODEL))
+@router.post("/sleep", openapi_extra=describe_query(SLEEP))
 async def sleep(request: Request) -> Response:
     """Free the memory of a model's KV cache, with level=2 also its weights'. 409 while it is used, or not loaded."""
-    context, model = _target(request, "level", "model")
-    level = request.query_params.get("level", "1")
-    if level not in LEVELS:
-        raise wrong_value("level", "1 or 2", level)
-    await context.models.sleep(model, LEVELS[level])
+    context = _checked(request)
+    query = read_query(request, SLEEP)
+    model = _named(context, query.get("model"))
+    await context.models.sleep(model, query["level"])
     return _state(model)
 
 
-@router.post("/wake_up", openapi_extra=describe_query(model=MODEL))
+@router.post("/wake_up", openapi_extra=describe_query(MODEL))
 async def wake_up(request: Request) -> Response:
     """Allocate again what /sleep has freed. Does nothing for a model that does not sleep."""
-    context, model = _target(request, "model")
+    context, model = _target(request)
     if model.llm.is_sleeping:
         await context.models.load(model)
     return _state(model)
 
 
-@router.get("/is_sleeping", openapi_extra=describe_query(model=MODEL))
+@router.get("/is_sleeping", openapi_extra=describe_query(MODEL))
 async def is_sleeping(request: Request) -> Response:
     """Say whether a model sleeps."""
-    _, model = _target(request, "model")
+    _, model = _target(request)
     return json_response({"is_sleeping": model.llm.is_sleeping})
 
 
-@router.post("/reset_prefix_cache", openapi_extra=describe_query(model=MODEL))
+@router.post("/reset_prefix_cache", openapi_extra=describe_query(MODEL))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes that no running request uses; a model that sleeps, or is not loaded, has none."""
-    context, model = _target(request, "model")
+    context, model = _target(request)
     if model.available:
         async with context.models.using(model):
             await model.llm.reset_prefix_cache()
@@ -69,7 +67,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 @router.post("/v1/models/{model_id:path}/load")
 async def load(request: Request, model_id: str) -> Response:
     """Have a model loaded now, though no request needs it yet. 503 if it cannot be."""
-    context, model = _target(request, name=model_id)
+    context, model = _target(request, model_id)
     await context.models.load(model)
     return _state(model)
 
@@ -77,21 +75,28 @@ async def load(request: Request, model_id: str) -> Response:
 @router.post("/v1/models/{model_id:path}/unload")
 async def unload(request: Request, model_id: str) -> Response:
     """Free all memory of a model, also of a pinned one, until a request needs it. 409 while it is used."""
-    context, model = _target(request, name=model_id)
+    context, model = _target(request, model_id)
     await context.models.unload(model)
     return _state(model)
 
 
-def _target(request: Request, *parameters: str, name: str | None = None) -> tuple[ServerContext, ServedModel]:
-    """Return the context and the model that a request is about. Raises `QuireError` if the caller may not do this."""
+def _target(request: Request, name: str | None = None) -> tuple[ServerContext, ServedModel]:
+    """Return the context and the model that a request is about. Raises `QuireError` if the caller may not do this.
+
+    Args:
+        name: of the model, if the path has it and not the query.
+    """
     context = _checked(request)
-    check_query(request, parameters)
-    name = request.query_params.get("model") if name is None else name
+    query = read_query(request, MODEL if name is None else {})
+    return context, _named(context, query.get("model", name))
+
+
+def _named(context: ServerContext, name: str | None) -> ServedModel:
     if name is not None:
-        return context, context.models.find(name)
+        return context.models.find(name)
     if len(context.models.models) > 1:
         raise RequestError(f"model is missing: one of {', '.join(context.models.names)}", param="model")
-    return context, context.models.first
+    return context.models.first
 
 
 def _checked(request: Request) -> ServerContext:

@@ -31,10 +31,11 @@ from quire.server.cors import CrossOrigin
 from quire.server.errors import on_http_exception, on_quire_error
 from quire.server.gate import Gate
 from quire.server.metrics import Metrics
-from quire.server.model_pool import ModelPool, ServedModel
+from quire.server.model_pool import ModelPool
 from quire.server.ollama import routes as ollama
 from quire.server.openapi import describe
 from quire.server.responses import routes as responses
+from quire.server.served_model import ServedModel
 from quire.version import __version__
 
 

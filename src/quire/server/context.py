@@ -17,9 +17,10 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
-from quire.server.model_pool import ModelPool, ServedModel
+from quire.server.model_pool import ModelPool
 from quire.server.paths import is_admin, without_root
 from quire.server.responses.store import ResponseStore
+from quire.server.served_model import ServedModel
 from quire.server.streaming import until_disconnect
 from quire.server.timeline import RequestRecords
 from quire.server.tracing import Tracing

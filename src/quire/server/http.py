@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 import uuid
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,13 +30,6 @@ LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
 MAX_URL_BYTES = 32768
-REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    414: "URI Too Long",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 MOST_CONNECTIONS = 65536
 LEAST_CONNECTIONS = 8
 
@@ -230,7 +224,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = error_body(problem, path, request_id)
         more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
         head = (
-            f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\n{more}"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n{more}"
             f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -21,10 +21,7 @@ from quire.engine.messages import check_sleep_level
 from quire.errors import NotFoundError, OverloadedError, QuireError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.errors import HTTPProblem, shutting_down
-from quire.server.model_entry import served_names
 from quire.server.served_model import ServedModel
-
-__all__ = ["ModelPool", "ServedModel", "served_names"]
 
 logger = logging.getLogger(__name__)
 

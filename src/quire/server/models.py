@@ -13,8 +13,8 @@ from quire.frontend.adapters import RegisteredAdapter
 from quire.server.context import context_of
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
-from quire.server.model_pool import ServedModel
 from quire.server.protocol import responds_with
+from quire.server.served_model import ServedModel
 from quire.version import __version__
 
 router = APIRouter()

@@ -35,53 +35,31 @@ WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415"
 WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
 OVERLOADED = {"529": "The queues are full; Retry-After says when to come back."}  # Anthropic's status for it
 PROBES = {"503": "Not able to serve; the body says why."}
+
+
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that always has these properties, and no others."""
+    return {"type": "object", "required": [*properties], "additionalProperties": False, "properties": properties}
+
+
+STRING = {"type": "string"}
+OPTIONAL_STRING = {"type": ["string", "null"]}
 ERRORS: Mapping[Family, tuple[str, dict[str, Any]]] = {
     Family.OPENAI: (
         "Error",
-        {
-            "type": "object",
-            "required": ["error"],
-            "additionalProperties": False,
-            "properties": {
-                "error": {
-                    "type": "object",
-                    "required": ["message", "type", "param", "code"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "message": {"type": "string"},
-                        "type": {"type": "string"},
-                        "param": {"type": ["string", "null"]},
-                        "code": {"type": "string"},
-                    },
-                }
-            },
-        },
+        _object({"error": _object({"message": STRING, "type": STRING, "param": OPTIONAL_STRING, "code": STRING})}),
     ),
     Family.ANTHROPIC: (
         "MessagesError",
-        {
-            "type": "object",
-            "required": ["type", "error", "request_id"],
-            "properties": {
+        _object(
+            {
                 "type": {"const": "error"},
-                "request_id": {"type": ["string", "null"]},
-                "error": {
-                    "type": "object",
-                    "required": ["type", "message"],
-                    "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-                },
-            },
-        },
+                "request_id": OPTIONAL_STRING,
+                "error": _object({"type": STRING, "message": STRING}),
+            }
+        ),
     ),
-    Family.OLLAMA: (
-        "ApiError",
-        {
-            "type": "object",
-            "required": ["error"],
-            "additionalProperties": False,
-            "properties": {"error": {"type": "string"}},
-        },
-    ),
+    Family.OLLAMA: ("ApiError", _object({"error": STRING})),
 }
 
 

@@ -36,6 +36,7 @@ MAX_DIGITS = 4000  # Python itself refuses to read longer integers
 HUGE = 10**40  # stands for integers longer than that; above every bound of every field
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
+MAX_QUERY_DIGITS = 9
 # Fields whose texts are checked where the place within them is known, or an answer is known anyway.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
@@ -238,19 +239,61 @@ def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = 
         raise _request_error(error.errors(include_url=False, include_context=True)[0]) from None
 
 
-def check_query(request: Request, known: Sequence[str]) -> None:
-    """Raise `RequestError` for a query parameter that does not exist."""
-    for name in request.query_params:
-        if name not in known:
-            raise unknown_field(name, known)
+# Name of a parameter of the query -> the part of JSON schema that describes it.
+QuerySchema = Mapping[str, Mapping[str, Any]]
 
 
-def describe_query(kind: str | None = None, /, **schemas: dict[str, Any]) -> dict[str, Any]:
+def describe_query(schema: QuerySchema, kind: str | None = None) -> dict[str, Any]:
     """Return the `openapi_extra` of a route with these optional query parameters; `kind` as for `responds_with`."""
-    parameters = [
-        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()
-    ]
+    parameters = [{"name": name, "in": "query", "required": False, "schema": item} for name, item in schema.items()]
     return {"parameters": parameters, **responds_with(kind)}
+
+
+def read_query(request: Request, schema: QuerySchema) -> dict[str, Any]:
+    """Return the query's parameters in the types of their schemas, and the defaults of absent ones.
+
+    A parameter is an integer, a boolean, one of some values, a list (given several times, also as `NAME[]`), or a text.
+
+    Raises:
+        RequestError: naming a parameter that is unknown, given twice, or of another value.
+    """
+    query = {name: item["default"] for name, item in schema.items() if "default" in item}
+    given: set[str] = set()
+    for key, text in request.query_params.multi_items():
+        name = key.removesuffix("[]")
+        item = schema.get(name, {})
+        if name not in schema or (key != name and item.get("type") != "array"):
+            raise unknown_field(key, list(schema))
+        if item.get("type") == "array":
+            query.setdefault(name, []).append(text)
+        elif name in given:
+            raise RequestError(f"{name} must be given once", param=name)
+        else:
+            query[name] = _query_value(name, text, item)
+        given.add(name)
+    return query
+
+
+def _query_value(name: str, text: str, item: Mapping[str, Any]) -> Any:
+    if "enum" in item:
+        found = [value for value in item["enum"] if str(value) == text]
+        if not found:
+            raise wrong_value(name, f"one of {', '.join(map(str, item['enum']))}", text)
+        return found[0]
+    if item.get("type") == "boolean":
+        if text not in ("true", "false"):
+            raise wrong_type(name, "true or false", text)
+        return text == "true"
+    if item.get("type") != "integer":
+        return text
+    low, high = item.get("minimum", 0), item.get("maximum")
+    expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if not (text.isascii() and text.isdigit()) or len(text) > MAX_QUERY_DIGITS:
+        raise wrong_type(name, expected, text)
+    value = int(text)
+    if value < low or (high is not None and value > high):
+        raise wrong_value(name, expected, text, f"integer_{'below_min' if value < low else 'above_max'}_value")
+    return value
 
 
 def split_prompts(value: Any, name: str, most: int) -> list[tuple[str | list[int], str]]:

@@ -20,16 +20,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import wrong_value
 from quire.engine.messages import MOST_SHOWN
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
 from quire.server.json_io import json_response
 from quire.server.metrics import HISTORY_SECONDS
-from quire.server.model_pool import ServedModel
-from quire.server.parsing import check_query
+from quire.server.parsing import QuerySchema, read_query
 from quire.server.paths import PAGE_FOLDER, STATE_PATH, page_path
+from quire.server.served_model import ServedModel
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,8 @@ MAX_POLL_SECONDS = 5.0
 ENGINE_SHARE = 0.05  # of the engine's time that snapshots may take
 WAIT_SECONDS = 1.0  # how long a response waits for the engine; then it has the last snapshot
 MAX_REQUESTS = 256  # of each queue
-MAX_DIGITS = 9
+# `seen`: number of the snapshot that the client has. `since`: its latest second of history.
+QUERY: QuerySchema = {"model": {"type": "string"}, "seen": {"type": "integer"}, "since": {"type": "integer"}}
 INTERNAL = re.compile(r"-\d+-[0-9a-f]{12}$")  # what `Generation.submit` appends to the id of a response
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -88,7 +88,7 @@ def make_router() -> APIRouter:
     async def state(request: Request) -> Response:
         """Describe an engine: its state, its statistics, the last minutes, and its KV cache."""
         context = context_of(request)
-        query = _query(request)
+        query = read_query(request, QUERY)
         model = context.models.first if "model" not in query else context.models.find(query["model"])
         latest = snapshots.setdefault(model.names[0], EngineSnapshots())
         await latest.refresh(model.llm)
@@ -112,17 +112,6 @@ def _file_route(file: PageFile) -> Any:
         return Response(file.data, media_type=file.content_type, headers=headers)
 
     return send
-
-
-def _query(request: Request) -> dict[str, Any]:
-    """Return the query: `model`, `seen` (number of the client's snapshot), `since` (its latest second of history)."""
-    check_query(request, ("model", "seen", "since"))
-    query: dict[str, Any] = {}
-    for name, value in request.query_params.items():
-        if name != "model" and not (value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS):
-            raise wrong_value(name, f"a number of at most {MAX_DIGITS} digits", value)
-        query[name] = value if name == "model" else int(value)
-    return query
 
 
 def engine_state(context: ServerContext, model: ServedModel) -> str:

@@ -182,7 +182,19 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
-class ChatCompletionRequest(GenerationRequest):
+class TemplateRequest(RequestModel):
+    """Fields of everything that renders a conversation."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: SkipValidation[list[dict[str, Any]] | None] = None
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class ChatCompletionRequest(TemplateRequest, GenerationRequest):
     """POST /v1/chat/completions."""
 
     refused: ClassVar[Refused] = REFUSED_IN_CHAT
@@ -192,20 +204,13 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: SkipValidation[int | None] = None
     logprobs: bool = False
     top_logprobs: SkipValidation[int | None] = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: SkipValidation[list[dict[str, Any]] | None] = None
-    tools: SkipValidation[list[dict[str, Any]] | None] = None
     tool_choice: SkipValidation[str | dict[str, Any] | None] = None
     parallel_tool_calls: bool = True
-    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateRequest):
     """POST /tokenize: a prompt or a conversation."""
 
     refused: ClassVar[Refused] = {"mm_processor_kwargs": ()}
@@ -214,13 +219,6 @@ class TokenizeRequest(RequestModel):
     prompt: str | None = None
     messages: SkipValidation[list[dict[str, Any]] | None] = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: SkipValidation[list[dict[str, Any]] | None] = None
-    tools: SkipValidation[list[dict[str, Any]] | None] = None
-    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool = False
 
 

@@ -14,17 +14,18 @@ from quire.frontend.front_model import FrontModel
 from quire.frontend.input_processor import text_size
 from quire.frontend.tools import ToolRequest
 from quire.server.context import ModelContext
-from quire.server.protocol import ChatCompletionRequest, TokenizeRequest
+from quire.server.protocol import TemplateRequest
 
 FORBIDDEN = TEMPLATE_ARGUMENTS | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 MAX_VARIABLES = 65536  # characters
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
-Body = ChatCompletionRequest | TokenizeRequest
-
 
 def template_arguments(
-    context: ModelContext, body: Body, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    context: ModelContext,
+    body: TemplateRequest,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the arguments of `AsyncLLM.chat_prompt`, but for the messages.
 
@@ -96,7 +97,7 @@ def _continued_field(message: Mapping[str, Any]) -> bool | str:
     return "reasoning_content" if reasoning is not None and "content" not in message else True
 
 
-def check_template(front: FrontModel, body: Body, tools: ToolRequest, *, answered: bool = True) -> None:
+def check_template(front: FrontModel, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True) -> None:
     """Raise `UnsupportedError` for arguments that the template ignores, or tool calls that no parser could read.
 
     Called once the conversation is rendered, so that a template of the request's own is known to be sound.

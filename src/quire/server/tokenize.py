@@ -18,22 +18,12 @@ from quire.server.context import model_context
 from quire.server.json_io import json_response, large_json_response, run_in_thread_if
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
-from quire.server.protocol import DetokenizeRequest, TokenizeRequest, body_schema
+from quire.server.protocol import DetokenizeRequest, TemplateRequest, TokenizeRequest, body_schema
 from quire.server.templates import check_template, template_arguments
 from quire.tokenizer.tokenizer import Tokenizer, check_text
 
 THREAD_SIZE = 4096  # characters or token ids
 CHARS_PER_ID = 16  # as JSON, with its text
-CHAT_FIELDS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "tools",
-    "reasoning_effort",
-)
-
 router = APIRouter()
 
 T = TypeVar("T")
@@ -74,7 +64,7 @@ async def tokenize(request: Request) -> Response:
 
 def _check_no_chat(body: TokenizeRequest) -> None:
     """Raise `RequestError` for a field that only conversations have: beside a prompt it would be ignored."""
-    for name in CHAT_FIELDS:
+    for name in TemplateRequest.model_fields:
         if getattr(body, name) not in (None, False):
             raise RequestError(f"{name} needs messages; a prompt is tokenized as it is", param=name)
 

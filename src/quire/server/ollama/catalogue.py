@@ -18,10 +18,10 @@ from quire.errors import NotFoundError, RequestError
 from quire.frontend.front_model import FrontModel
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response
-from quire.server.model_pool import ServedModel
 from quire.server.ollama.translate import ShowRequest
 from quire.server.parsing import parse_request
 from quire.server.protocol import body_schema
+from quire.server.served_model import ServedModel
 from quire.version import __version__
 
 FORMAT = "safetensors"

@@ -15,6 +15,13 @@ from quire.server.responses.items import Item, new_id, seal
 
 StreamEvent = dict[str, Any]
 PAD_TO = 32
+# Kinds of output items: prefix of ids, what the events of the text are called, and the field that has the text.
+ITEMS = {
+    "message": ("msg", "output_text", "text"),
+    "reasoning": ("rs", "reasoning_text", "text"),
+    "function_call": ("fc", "function_call_arguments", "arguments"),
+    "custom_tool_call": ("ctc", "custom_tool_call_input", "input"),
+}
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -84,11 +91,11 @@ class OutputBuilder:
                     taken = self._tokens.take(event.text, begun=bool(begun), last=event is events[-1])
                     made += [*begun, *self._delta(event.text, taken)]
                 case CallStart():
-                    kind = _OpenCustomCall if event.name in self._custom else _OpenCall
-                    made += [*self._close("completed"), *self._begin(kind(event.name, event.id or new_id("call")))]
+                    kind = "custom_tool_call" if event.name in self._custom else "function_call"
+                    names = {"call_id": event.id or new_id("call"), "name": event.name}
+                    made += [*self._close("completed"), *self._begin(_OpenItem(kind, names))]
                 case CallArguments():
-                    assert isinstance(self._open, _OpenCall), "a parser begins what it goes on with"
-                    made += self._delta(self._open.read(event.text))
+                    made += self._delta(event.text)
                 case CallEnd():
                     made += self._close("completed")
         if events and not isinstance(events[-1], ContentDelta | ReasoningDelta):
@@ -101,7 +108,7 @@ class OutputBuilder:
         Args:
             complete: whether the message ended by itself. A call that it left open is incomplete all the same.
         """
-        whole = complete and not isinstance(self._open, _OpenCall)
+        whole = complete and not (self._open is not None and self._open.is_call)
         made: list[StreamEvent] = []
         kinds = {item["type"] for item in self._closed} | ({self._open.kind} if self._open is not None else set())
         if complete and kinds <= {"reasoning"}:
@@ -112,25 +119,26 @@ class OutputBuilder:
         """Begin an item of this kind, unless one is open."""
         if self._open is not None and self._open.kind == kind:
             return []
-        return [*self._close("completed"), *self._begin(_OpenText(kind, sealed=self._sealed))]
+        return [*self._close("completed"), *self._begin(_OpenItem(kind, {}, sealed=self._sealed))]
 
     def _begin(self, item: _OpenItem) -> list[StreamEvent]:
         self._open = item
-        index = len(self._closed)
-        made = [self.event("response.output_item.added", output_index=index, item=item.first())]
-        if isinstance(item, _OpenText):
-            made.append(self.event("response.content_part.added", **self._place(item), part=item.part("", [])))
+        added = item.item("in_progress", empty=True)
+        made = [self.event("response.output_item.added", output_index=len(self._closed), item=added)]
+        if not item.is_call:
+            made.append(self.event("response.content_part.added", **self._place(item), part=item.part(empty=True)))
         return made
 
     def _delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         item = self._open
         assert item is not None, "a parser begins what it goes on with"
+        return self._delta_event(item, item.read(text), logprobs)
+
+    def _delta_event(self, item: _OpenItem, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         if not text:
             return []
-        item.pieces.append(text)
         extras: dict[str, Any] = {}
         if item.kind == "message":
-            assert isinstance(item, _OpenText)
             extras["logprobs"] = [*logprobs]
             item.logprobs += logprobs
         return [self.event(f"{item.stream}.delta", **self._place(item), delta=text, **extras)]
@@ -140,17 +148,10 @@ class OutputBuilder:
         if item is None:
             return []
         place = self._place(item)
-        if isinstance(item, _OpenCall):
-            made = self._delta(item.rest())
-            made.append(self.event(f"{item.stream}.done", **place, **item.done()))
-        else:
-            text = item.text
-            assert isinstance(item, _OpenText)
-            extras = {"logprobs": item.logprobs} if item.kind == "message" else {}
-            made = [
-                self.event(f"{item.stream}.done", **place, text=text, **extras),
-                self.event("response.content_part.done", **place, part=item.part(text, item.logprobs)),
-            ]
+        made = self._delta_event(item, item.rest())
+        made.append(self.event(f"{item.stream}.done", **place, **item.done()))
+        if not item.is_call:
+            made.append(self.event("response.content_part.done", **place, part=item.part()))
         whole = item.item(status)
         made.append(self.event("response.output_item.done", output_index=len(self._closed), item=whole))
         self._closed.append(whole)
@@ -159,117 +160,75 @@ class OutputBuilder:
 
     def _place(self, item: _OpenItem) -> dict[str, Any]:
         place = {"item_id": item.item_id, "output_index": len(self._closed)}
-        return {**place, "content_index": 0} if isinstance(item, _OpenText) else place
+        return place if item.is_call else {**place, "content_index": 0}
 
 
-class _Growing:
-    """A text that grows."""
+class _OpenItem:
+    """An output item whose text grows: a message, reasoning, or a call, as `ITEMS` describes its kind.
 
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
+    Args:
+        names: of a call, `call_id` and `name`; empty for texts. sealed: whether reasoning has `encrypted_content`.
+
+    Attributes:
+        stream: what the types of the events of its text begin with. logprobs: of a message.
+    """
+
+    def __init__(self, kind: str, names: Mapping[str, str], *, sealed: bool = False) -> None:
+        prefix, stream, self._field = ITEMS[kind]
+        self.kind = kind
+        self.stream = f"response.{stream}"
+        self.item_id = new_id(prefix)
+        self.is_call = bool(names)
+        self.logprobs: list[dict[str, Any]] = []
+        self._names = names
+        self._sealed = sealed and kind == "reasoning"
+        self._pieces: list[str] = []
+        self._reader = InputReader() if kind == "custom_tool_call" else None
 
     @property
     def text(self) -> str:
         """The text so far."""
-        if len(self.pieces) > 1:
-            self.pieces = ["".join(self.pieces)]
-        return "".join(self.pieces)
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return "".join(self._pieces)
 
+    def read(self, text: str) -> str:
+        """Add what the model wrote; return what that adds to the text."""
+        return self._add(text if self._reader is None else self._reader.feed(text))
 
-class _OpenText(_Growing):
-    """A message, or reasoning. `kind`: its type. `stream`: what the events of its text begin with."""
+    def rest(self) -> str:
+        """Add what the end adds to the text, and return it."""
+        return self._add("" if self._reader is None else self._reader.finish())
 
-    def __init__(self, kind: str, *, sealed: bool) -> None:
-        super().__init__()
-        self.kind = kind
-        self._sealed = sealed and kind == "reasoning"
-        self.stream = "response.output_text" if kind == "message" else "response.reasoning_text"
-        self.item_id = new_id("msg" if kind == "message" else "rs")
-        self.logprobs: list[dict[str, Any]] = []
+    def _add(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
 
-    def part(self, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return its only part, with this text."""
+    def part(self, *, empty: bool = False) -> dict[str, Any]:
+        """Return the only part of a message or of reasoning."""
+        text = "" if empty else self.text
         if self.kind == "message":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+            logprobs = [] if empty else [*self.logprobs]
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": "reasoning_text", "text": text}
 
-    def first(self) -> Item:
-        """Return the item without parts."""
-        return self._item("in_progress", [])
+    def done(self) -> dict[str, Any]:
+        """Return the fields of the event that says that the text is complete."""
+        if self.kind == "function_call":
+            return {"name": self._names["name"], self._field: self.text}
+        extras = {"logprobs": self.logprobs} if self.kind == "message" else {}
+        return {self._field: self.text, **extras}
 
-    def item(self, status: str) -> Item:
-        """Return the item."""
-        return self._item(status, [self.part(self.text, self.logprobs)])
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
-        own: Item = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+    def item(self, status: str, *, empty: bool = False) -> Item:
+        """Return the item; `empty`: without its text, as it is when it is added."""
+        item: Item = {"id": self.item_id, "type": self.kind, "status": status}
+        if self.is_call:
+            return {**item, **self._names, self._field: "" if empty else self.text}
+        item |= {"role": "assistant"} if self.kind == "message" else {"summary": []}
         if self._sealed and status != "in_progress":
-            own["encrypted_content"] = seal(self.text)
-        return {"id": self.item_id, "type": self.kind, "status": status, **own, "content": content}
-
-
-class _OpenCall(_Growing):
-    """A call of a function. `kind`, `stream`: as of texts. `field`: where its text is."""
-
-    kind = "function_call"
-    stream = "response.function_call_arguments"
-    field = "arguments"
-    prefix = "fc"
-
-    def __init__(self, name: str, call_id: str) -> None:
-        super().__init__()
-        self.name = name
-        self.call_id = call_id
-        self.item_id = new_id(self.prefix)
-
-    def read(self, arguments: str) -> str:
-        """Return what more of the arguments adds to the text."""
-        return arguments
-
-    def rest(self) -> str:
-        """Return what the end adds to the text."""
-        return ""
-
-    def done(self) -> dict[str, str]:
-        """Return what is said when the text is complete."""
-        return {"name": self.name, self.field: self.text}
-
-    def first(self) -> Item:
-        """Return the item without arguments."""
-        return self._item("in_progress", "")
-
-    def item(self, status: str) -> Item:
-        """Return the item."""
-        return self._item(status, self.text)
-
-    def _item(self, status: str, text: str) -> Item:
-        names = {"call_id": self.call_id, "name": self.name, self.field: text}
-        return {"id": self.item_id, "type": self.kind, "status": status, **names}
-
-
-class _OpenCustomCall(_OpenCall):
-    """A call of a custom tool."""
-
-    kind = "custom_tool_call"
-    stream = "response.custom_tool_call_input"
-    field = "input"
-    prefix = "ctc"
-
-    def __init__(self, name: str, call_id: str) -> None:
-        super().__init__(name, call_id)
-        self._reader = InputReader()
-
-    def read(self, arguments: str) -> str:
-        return self._reader.feed(arguments)
-
-    def rest(self) -> str:
-        return self._reader.finish()
-
-    def done(self) -> dict[str, str]:
-        return {self.field: self.text}
-
-
-_OpenItem = _OpenText | _OpenCall
+            item["encrypted_content"] = seal(self.text)
+        return {**item, "content": [] if empty else [self.part()]}
 
 
 TokenEntry = dict[str, Any]  # one of a chat's log-probabilities; `bytes` is what the token adds to the text

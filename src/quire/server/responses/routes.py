@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import missing, wrong_type, wrong_value
+from quire.checks import missing
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.frontend.input_processor import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response
-from quire.server.parsing import check_query, describe_query, parse_request, process_body
+from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
@@ -38,14 +38,24 @@ from quire.server.streaming import EventStream, until_disconnect
 
 router = APIRouter()
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-MAX_DIGITS = 9
 LARGE = 65536  # bytes of a conversation from which on nothing is done to it on the event loop
 PREFIX = "/v1/responses"
 
 M = TypeVar("M", bound=ConversationRequest)
 
-INCLUDE = {"type": "array", "items": {"enum": [*INCLUDED]}}
+INCLUDE: QuerySchema = {"include": {"type": "array", "items": {"enum": [*INCLUDED]}}}
+RESPONSE_QUERY: QuerySchema = {
+    **INCLUDE,
+    "stream": {"type": "boolean"},
+    "starting_after": {"type": "integer", "minimum": 0},
+    "include_obfuscation": {"type": "boolean"},
+}
+ITEMS_QUERY: QuerySchema = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+    **INCLUDE,
+}
 
 
 def _store(request: Request) -> ResponseStore:
@@ -173,23 +183,12 @@ async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> Async
             await stored.more()
 
 
-@router.get(
-    PREFIX + "/{response_id}",
-    openapi_extra=describe_query(
-        "text/event-stream",
-        include=INCLUDE,
-        stream={"type": "boolean"},
-        starting_after={"type": "integer", "minimum": 0},
-        include_obfuscation={"type": "boolean"},
-    ),
-)
+@router.get(PREFIX + "/{response_id}", openapi_extra=describe_query(RESPONSE_QUERY, "text/event-stream"))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a response, or with `stream` the events of one that was made in the background."""
-    query = _query(request, ("include", "include[]", "stream", "starting_after", "include_obfuscation"))
-    _check_include(query)
-    stream = _flag(query, "stream")
-    obfuscated = _flag(query, "include_obfuscation")
-    after = _number(query, "starting_after", -1, 0, None)
+    query = read_query(request, RESPONSE_QUERY)
+    check_include(query.get("include"))
+    stream = query.get("stream", False)
     for name in ("starting_after", "include_obfuscation"):
         if name in query and not stream:
             raise RequestError(f"{name} needs stream to be true", param=name)
@@ -200,13 +199,14 @@ async def get_response(request: Request, response_id: str) -> Response:
         raise RequestError(
             "stream: only the events of responses made with background and stream are kept", param="stream"
         )
-    return EventStream(_follow(stored, after + 1, obfuscated), lambda: None)
+    start = query.get("starting_after", -1) + 1
+    return EventStream(_follow(stored, start, query.get("include_obfuscation", False)), lambda: None)
 
 
 @router.delete(PREFIX + "/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a response."""
-    _query(request, ())
+    read_query(request, {})
     store = _store(request)
     store.delete(store.get(_owner(request), response_id))
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -215,7 +215,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 @router.post(PREFIX + "/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that is made in the background, and return what there is of it."""
-    _query(request, ())
+    read_query(request, {})
     stored = _store(request).get(_owner(request), response_id)
     if not stored.response["background"]:
         raise RequestError("only responses made with background can be cancelled", param="response_id")
@@ -225,27 +225,16 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return json_response(stored.resource())
 
 
-@router.get(
-    PREFIX + "/{response_id}/input_items",
-    openapi_extra=describe_query(
-        limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
-        order={"enum": ["asc", "desc"], "default": "desc"},
-        after={"type": "string"},
-        include=INCLUDE,
-    ),
-)
+@router.get(PREFIX + "/{response_id}/input_items", openapi_extra=describe_query(ITEMS_QUERY))
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the items of a response's request."""
-    query = _query(request, ("limit", "order", "after", "include", "include[]"))
-    _check_include(query)
-    limit = _number(query, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT)
-    order = query.get("order", ["desc"])[0]
-    if order not in ("asc", "desc"):
-        raise wrong_value("order", "one of asc, desc", order)
+    query = read_query(request, ITEMS_QUERY)
+    check_include(query.get("include"))
+    limit, order = query["limit"], query["order"]
     stored = _store(request).get(_owner(request), response_id)
     items = list(stored.items) if order == "asc" else list(reversed(stored.items))
     if "after" in query:
-        after = query["after"][0]
+        after = query["after"]
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
             raise NotFoundError(f"after: there is no item {echo(after)}", param="after", code="item_not_found")
@@ -282,41 +271,3 @@ async def compact(request: Request) -> Response:
         "compaction is not supported by this server; truncation auto drops the first turns",
         code="unsupported_operation",
     )
-
-
-def _query(request: Request, known: Sequence[str]) -> dict[str, list[str]]:
-    """Return the query's parameters. Raises `RequestError` for one that is unknown, or given twice."""
-    check_query(request, known)
-    query: dict[str, list[str]] = {}
-    for name, value in request.query_params.multi_items():
-        query.setdefault(name, []).append(value)
-    for name, values in query.items():
-        if len(values) > 1 and not name.startswith("include"):
-            raise RequestError(f"{name} must be given once", param=name)
-    return query
-
-
-def _check_include(query: dict[str, list[str]]) -> None:
-    """Raise for what responses do not have. What is included is in those that were made with it."""
-    check_include([*query.get("include", ()), *query.get("include[]", ())])
-
-
-def _flag(query: dict[str, list[str]], name: str) -> bool:
-    value = query.get(name, ["false"])[0]
-    if value not in ("true", "false"):
-        raise wrong_type(name, "true or false", value)
-    return value == "true"
-
-
-def _number(query: dict[str, list[str]], name: str, default: int, low: int, high: int | None) -> int:
-    if name not in query:
-        return default
-    text = query[name][0]
-    if not (text.isascii() and text.isdigit()) or len(text) > MAX_DIGITS:
-        raise wrong_type(name, "an integer", text)
-    value = int(text)
-    if value < low or (high is not None and value > high):
-        code = "integer_below_min_value" if value < low else "integer_above_max_value"
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {bounds}, got {value}", param=name, code=code)
-    return value
