@@ -1,24 +1,37 @@
-"""Both asynchronous clients carry requests to a real engine and back, say when it dies, and leave nothing behind."""
+"""Clients carry requests to real engines and back; those that share an engine process do not disturb each other."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
-import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config import SERVER_GROUPS, EngineConfig
-from quire.engine.create import create_client
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs
-from quire.engine.process import ProcessClient
+from quire.engine.client import EngineClient, SocketClient, create_client
+from quire.engine.connection import FrameDecoder, encode_frame
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
+from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 from quire.sampling_params import SamplingParams
+from tests.engine.conftest import CONFIG
+from tests.helpers import faulty_engine
+from tests.helpers.faulty_engine import KILL, PACED
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_BLOCKS = 4096
 
 
 def config_for(folder: Path, **options: object) -> EngineConfig:
@@ -26,31 +39,36 @@ def config_for(folder: Path, **options: object) -> EngineConfig:
     return EngineConfig.from_kwargs(groups=SERVER_GROUPS, log_level="warning", **{**defaults, **options})
 
 
-def request(request_id: str, max_tokens: int = 4) -> EngineRequest:
+def request(request_id: str, max_tokens: int = 4, prompt: tuple[int, ...] = (1, 2, 3)) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id,
-        sequence_ids=[request_id],
-        prompt_token_ids=[1, 2, 3],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-        arrival_time=0.0,
-        seeds=[0],
-        stop_ids=[],
-        max_tokens=max_tokens,
+        request_id, list(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens), max_tokens=max_tokens
     )
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
-    """Whether the process ends within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(scenario, 120))
+
+
+async def call(client: EngineClient, method: str, **arguments: Any) -> CallResult:
+    client.send(Call(call_id=7, method=method, arguments=arguments))
+    while True:
+        message = await client.receive()
+        if isinstance(message, CallResult):
+            return message
+
+
+async def tokens_of(client: EngineClient, request_id: str) -> list[int]:
+    """Read until a request has ended; return what it generated."""
+    tokens: list[int] = []
+    while True:
+        message = await client.receive()
+        assert isinstance(message, EngineOutputs)
+        for output in message.outputs:
+            if output.sequence_id == request_id:
+                tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    assert output.finish_reason == "length"
+                    return tokens
 
 
 @pytest.mark.parametrize("kind", ["process", "inline"])
@@ -59,64 +77,32 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
         client = create_client(config_for(folder), kind)
         try:
             ready = await client.start()
-            assert (ready.num_blocks, ready.vocab_size) == (64, 1000)
+            assert (ready.num_blocks, ready.vocab_size) == (64, 1000) and ready.engine_id
             client.send(request("a"))
             client.send(request("endless", max_tokens=100_000))
-            tokens: list[int] = []
-            finished = None
-            while finished is None:
-                news = await client.receive()
-                assert isinstance(news, EngineOutputs)
-                for output in news.outputs:
-                    if output.sequence_id == "a":
-                        tokens += output.new_token_ids
-                        finished = output.finish_reason
-            assert (len(tokens), finished) == (4, "length")
+            tokens = await tokens_of(client, "a")
+            assert len(tokens) == 4
             client.send(AbortRequests(request_ids=["endless"]))
-            client.send(Call(call_id=1, method="stats"))
-            client.send(Call(call_id=2, method="nonsense"))
-            client.send(Call(call_id=3, method="blocks", arguments={"limit": 3}))
-            client.send(Call(call_id=4, method="blocks", arguments={"limit": "3"}))
-            answers: list[CallResult] = []
-            while len(answers) < 4:
-                news = await client.receive()
-                if isinstance(news, CallResult):
-                    answers.append(news)
-            assert answers[0].value is not None
-            assert (answers[0].value["num_running"], answers[0].value["num_free_blocks"]) == (0, 64)
-            assert answers[1].error is not None and "nonsense" in answers[1].error
-            assert answers[2].value is not None
-            assert [block["id"] for block in answers[2].value["blocks"]] == [0, 1, 2]
-            assert answers[3].error is not None and "limit" in answers[3].error
+            stats = await call(client, "stats")
+            assert stats.value is not None
+            assert (stats.value["num_running"], stats.value["num_free_blocks"]) == (0, 64)
+            assert "nonsense" in ((await call(client, "nonsense")).error or "")
+            blocks = await call(client, "blocks", limit=3)
+            assert blocks.value is not None and [block["id"] for block in blocks.value["blocks"]] == [0, 1, 2]
+            assert "limit" in ((await call(client, "blocks", limit="3")).error or "")
+            if isinstance(client, ProcessClient):  # with another client beside it: the same bits
+                other = SocketClient(client.process.connect())
+                assert await other.start() == ready
+                client.send(request("a", max_tokens=8))
+                other.send(request("b", max_tokens=8))
+                assert await tokens_of(client, "a") == await tokens_of(other, "b")
+                client.send(request("c"))
+                assert await tokens_of(client, "c") == tokens
+                await other.close()
         finally:
             await client.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-@pytest.mark.parametrize("kind", ["process", "inline"])
-def test_the_front_hears_that_nothing_runs_any_more(folder: Path, kind: str) -> None:
-    async def scenario() -> None:
-        client = create_client(config_for(folder, max_num_seqs=1), kind)
-        try:
-            await client.start()
-            for request_id in ("running", "waiting"):
-                client.send(request(request_id, max_tokens=100_000))
-            await client.receive()
-            client.send(AbortRequests(request_ids=["running", "waiting"]))
-            # Added and aborted in one go: no step ever sees this one.
-            client.send(request("brief"))
-            client.send(AbortRequests(request_ids=["brief"]))
-            while True:
-                news = await client.receive()
-                assert isinstance(news, EngineOutputs)
-                if news.stats.num_running == news.stats.num_waiting == 0:
-                    assert news.stats.num_free_blocks == 64
-                    return
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
 @pytest.mark.parametrize("kind", ["process", "inline"])
@@ -130,78 +116,10 @@ def test_a_model_that_cannot_be_loaded_is_reported_at_start(tmp_path: Path, kind
         finally:
             await client.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
-def test_a_killed_engine_is_noticed(folder: Path) -> None:
-    async def scenario() -> float:
-        client = ProcessClient(config_for(folder))
-        await client.start()
-        assert client.pid is not None
-        client.send(request("endless", max_tokens=100_000))
-        await client.receive()
-        os.kill(client.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(EngineDeadError, match="exit code -9"):
-            while True:
-                await client.receive()
-        noticed = time.monotonic() - killed
-        with pytest.raises(EngineDeadError):
-            await client.receive()
-        client.send(request("late"))
-        await client.close()
-        return noticed
-
-    noticed = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert noticed < 30.0  # not after the idle poll of a queue nobody fills
-
-
-def test_cancelling_receive_is_a_cancellation_not_a_death(folder: Path) -> None:
-    async def scenario() -> None:
-        client = ProcessClient(config_for(folder))
-        try:
-            await client.start()
-            waiting = asyncio.create_task(client.receive())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            client.send(request("a", max_tokens=1))
-            news = await client.receive()
-            assert isinstance(news, EngineOutputs) and news.outputs[0].finish_reason == "length"
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def test_the_engine_does_not_outlive_a_killed_front(folder: Path) -> None:
-    program = f"""
-import asyncio, sys
-from quire.config import EngineConfig
-from quire.engine.process import ProcessClient
-async def main():
-    client = ProcessClient(EngineConfig.from_kwargs(model={str(folder)!r}, load_format="dummy", device="reference",
-                                                    num_gpu_blocks_override=8))
-    await client.start()
-    print(client.pid, flush=True)
-    await asyncio.sleep(600)
-asyncio.run(main())
-"""
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    front = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=dict(os.environ, PYTHONPATH=source)
-    )
-    assert front.stdout is not None
-    with front.stdout:
-        engine = int(front.stdout.readline())
-    assert Path(f"/proc/{engine}").exists()
-    front.kill()
-    front.wait()
-    assert gone(engine)
-
-
-def test_secrets_stay_in_the_front(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_stay_in_the_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
 
     class Pipe:
@@ -228,6 +146,215 @@ def test_secrets_stay_in_the_front(folder: Path, monkeypatch: pytest.MonkeyPatch
         await client.close()
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    asyncio.run(scenario())
+    run(scenario())
     assert b"load_format" in b"".join(sent)
     assert b"hunter2" not in b"".join(sent)
+
+
+# ---- several clients of one process ----
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine process without a model, in which a step takes 10 ms."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(CONFIG)
+    config = config_for(folder, num_gpu_blocks_override=NUM_BLOCKS, max_model_len=512)
+    process = EngineProcess(config, module=faulty_engine.MODULE)
+    process.start()
+    yield process
+    assert not process.exit_code.done(), "no client has ended it"
+    asyncio.run(process.close())
+    assert process.exit_code.result() == 0
+
+
+@asynccontextmanager
+async def connected(engine: EngineProcess, name: str = "a test") -> AsyncIterator[SocketClient]:
+    client = SocketClient(engine.connect(), name)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+async def until_idle(client: EngineClient, num_running: int = 0) -> None:
+    """Wait until only so many requests run and the blocks of all others are free."""
+    while True:
+        stats = (await call(client, "stats")).value
+        assert stats is not None
+        if (stats["num_running"], stats["num_waiting"]) == (num_running, 0):
+            assert stats["num_free_blocks"] >= NUM_BLOCKS - 32 * num_running
+            return
+
+
+CLIENT = """
+import asyncio, socket, sys, msgspec
+from quire.engine.client import SocketClient
+from quire.engine_request import EngineRequest
+async def main():
+    client = SocketClient(socket.socket(fileno=int(sys.argv[1])), "another process")
+    ready = await client.start()
+    for number in range(3):
+        client.send(msgspec.json.decode(sys.argv[2].replace("NUMBER", str(number)), type=EngineRequest))
+    await client.receive()
+    print(ready.engine_id, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def another_process(engine: EngineProcess, theirs: EngineRequest) -> subprocess.Popen[bytes]:
+    """Start a process that connects, sends three requests like this one, and waits."""
+    with engine.connect() as connection:
+        return subprocess.Popen(
+            [sys.executable, "-c", CLIENT, str(connection.fileno()), msgspec.json.encode(theirs).decode()],
+            pass_fds=[connection.fileno()],
+            stdout=subprocess.PIPE,
+            env=dict(os.environ, PYTHONPATH=str(ROOT / "src")),
+        )
+
+
+def test_a_client_process_that_is_killed_leaves_nothing_in_the_engine_and_others_go_on(engine: EngineProcess) -> None:
+    async def scenario() -> None:
+        async with connected(engine) as client:
+            client.send(request("ours", 400, (PACED, 2)))
+            other = another_process(engine, request("theirs-NUMBER", 400, (PACED, 1)))
+            assert other.stdout is not None
+            with other.stdout:
+                engine_id = (await asyncio.to_thread(other.stdout.readline)).decode().strip()
+            stats = (await call(client, "stats")).value
+            assert stats is not None and stats["num_running"] == 4
+            other.kill()
+            other.wait()
+            await until_idle(client, num_running=1)
+            again = SocketClient(engine.connect())
+            assert (await again.start()).engine_id == engine_id, "a client that comes back finds the same engine"
+            again.send(request("theirs-0", 4))
+            assert len(await tokens_of(again, "theirs-0")) == 4
+            await again.close()
+            client.send(AbortRequests(["ours"]))
+            await until_idle(client)
+
+    run(scenario())
+
+
+def hostile(path: Path) -> dict[str, bytes]:
+    noise = random.Random(6).randbytes(1 << 20)
+    bomb = f"cos\nsystem\n(S'touch {path}'\ntR.".encode()  # a pickle that runs a command
+    return {
+        "noise": noise,
+        "a frame of noise": encode_frame(noise[:1000]),
+        "an empty frame": encode_frame(b""),
+        "a pickle": bomb,
+        "a frame with a pickle": encode_frame(bomb),
+        "a length of 2 GiB": struct.pack(">I", 2**31) + noise,
+        "another version": encode_frame(msgspec.msgpack.encode(Hello("future", protocol=1000))),
+        "the wrong message": encode_frame(msgspec.msgpack.encode({"type": "EngineRequest", "request_id": 7})),
+        "text that is not UTF-8": encode_frame(b"\x82\xa4type\xa2\xff\xfe"),
+        "nesting without end": encode_frame(b"\x91" * 100_000),
+        "a field nested without end": encode_frame(b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000 + b"\xc0"),
+    }
+
+
+def refusal(connection: socket.socket, data: bytes, *, greeted: bool) -> Failed:
+    """Send these bytes, after a greeting or in its place; return the last message before the connection ends."""
+    decoder, frames = FrameDecoder(), list[bytes]()
+    with connection, suppress(OSError):  # it is closed with bytes unread
+        if greeted:
+            connection.sendall(encode_frame(msgspec.msgpack.encode(Hello("hostile"))))
+        with suppress(BrokenPipeError):
+            connection.sendall(data)
+        while received := connection.recv(1 << 16):
+            frames += decoder.feed(received)
+    return msgspec.msgpack.decode(frames[-1], type=Failed)
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_clients_that_talk_nonsense_are_refused_while_others_are_served(
+    engine: EngineProcess, tmp_path: Path, greeted: bool
+) -> None:
+    touched = tmp_path / "PWNED"
+
+    async def scenario() -> None:
+        async with connected(engine) as good:
+            good.send(request("good", 400, (PACED, 1)))
+            for kind, data in hostile(touched).items():
+                failed = await asyncio.to_thread(refusal, engine.connect(), data, greeted=greeted)
+                expected = "version 1000" if kind == "another version" and not greeted else "no message"
+                assert expected in failed.message, kind
+            await until_idle(good, num_running=1)
+
+    run(scenario())
+    assert not touched.exists()
+
+
+def test_a_client_that_does_not_read_is_disconnected_and_the_others_are_served(engine: EngineProcess) -> None:
+    async def scenario() -> None:
+        async with connected(engine) as good:
+            slow = engine.connect()
+            with slow:
+                slow.sendall(encode_frame(msgspec.msgpack.encode(Hello("slow"))))
+                slow.sendall(encode_frame(msgspec.msgpack.encode(request("slow", 400, (PACED, 1)))))
+                show = Call(call_id=1, method="blocks", arguments={"limit": NUM_BLOCKS})
+                for _ in range(60):
+                    slow.sendall(encode_frame(msgspec.msgpack.encode(show)))
+                await until_idle(good)
+                good.send(request("good"))
+                assert len(await tokens_of(good, "good")) == 4
+
+    run(scenario())
+
+
+def test_after_a_restart_of_the_engine_its_clients_connect_again(engine: EngineProcess, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    first, second = (EngineProcess(config_for(tmp_path), module=faulty_engine.MODULE) for _ in range(2))
+
+    async def scenario() -> None:
+        try:
+            first.start()
+            ids = set()
+            clients = [SocketClient(first.connect()), SocketClient(first.connect())]
+            for client in clients:
+                ids.add((await client.start()).engine_id)
+            clients[0].send(request("bad", prompt=(KILL, 1)))
+            for client in clients:
+                with pytest.raises(EngineDeadError):
+                    await client.receive()
+                await client.close()
+            assert await asyncio.wrap_future(first.exit_code) == -signal.SIGKILL
+            late = SocketClient(first.connect())
+            with pytest.raises(EngineDeadError):
+                await late.start()
+            await late.close()
+            second.start()
+            client = SocketClient(second.connect())
+            ids.add((await client.start()).engine_id)
+            client.send(request("a"))
+            assert len(await tokens_of(client, "a")) == 4
+            await client.close()
+            assert len(ids) == 2
+        finally:
+            await first.close()
+            await second.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", hostile(Path()))
+def test_an_engine_that_talks_nonsense_is_dead_to_its_client(tmp_path: Path, kind: str) -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        client = SocketClient(ours)
+        with theirs:
+            theirs.setblocking(False)
+            with suppress(BlockingIOError):
+                # A frame that never becomes complete would be waited for: nothing says that it will not.
+                theirs.send(hostile(tmp_path / "PWNED")[kind] + bytes(1 << 16))
+            for receive in (client.start, client.receive):
+                with pytest.raises(EngineDeadError, match="ended"):
+                    await receive()
+        await client.close()
+
+    run(scenario())
+    assert not (tmp_path / "PWNED").exists()

@@ -23,11 +23,12 @@ from quire.engine.heartbeat import (
     create_heartbeat,
 )
 from quire.engine.loop import run
-from quire.engine.messages import AbortRequests, Call, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import Pending, SchedulerOutput
+from tests.helpers.loop_clients import ScriptedClients
 
 
 class Time:
@@ -308,13 +309,7 @@ def serve(memory: Heartbeat, folder: Path, messages: list[ToEngine], fatal: str 
     executor.fatal = {fatal}
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
     core = EngineCore(config, executor=executor)
-    waiting = list(messages)
-    sent: list[FromEngine] = []
-
-    def receive(wait: bool) -> ToEngine | None:
-        return waiting.pop(0) if waiting else Shutdown() if wait else None
-
-    run(core, receive, sent.append, observer=HeartbeatWriter(memory))
+    run(core, ScriptedClients([[(0, message) for message in messages]]), HeartbeatWriter(memory))
     return executor
 
 
@@ -370,6 +365,5 @@ def test_after_a_death_in_planning_all_that_could_be_the_reason_are_known(
 def test_a_loop_that_nobody_watches_tells_nobody(folder: Path) -> None:
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
     core = EngineCore(config, executor=NullExecutor())
-    messages: list[ToEngine] = [request("a"), Shutdown()]
-    run(core, lambda wait: messages.pop(0), lambda message: None)
+    run(core, ScriptedClients([[(0, request("a"))]]))
     assert core.on_plans is None

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.frontend.async_llm import AsyncLLM
@@ -346,7 +346,7 @@ class FakeClient:
 
     def send(self, message: ToEngine) -> None:
         """Apply a message at once."""
-        if self._dead is not None or isinstance(message, Shutdown):
+        if self._dead is not None:
             return
         if isinstance(message, Call):
             try:

@@ -18,12 +18,15 @@ from quire.executor.null import NullExecutor
 from quire.step import Pending, SchedulerOutput
 
 MODULE = "tests.helpers.faulty_engine"
-SEGFAULT, KILL, RAISE, HANG, SLOW = 990, 991, 992, 993, 994
+SEGFAULT, KILL, RAISE, HANG, SLOW, PACED = 990, 991, 992, 993, 994, 995
 SLOW_SECONDS = 0.002
+PACED_SECONDS = 0.01
 
 
 class FaultyExecutor(NullExecutor):
-    """Does to itself what prompts say."""
+    """Does to itself what prompts say. After a `PACED` one each step takes 10 ms, so that requests last for seconds."""
+
+    pause = 0.0
 
     def submit(self, step: SchedulerOutput) -> Pending:
         """Run a step, unless a prompt in it is a bad one."""
@@ -39,6 +42,9 @@ class FaultyExecutor(NullExecutor):
                     threading.Event().wait()
                 case 994:
                     time.sleep(SLOW_SECONDS)
+                case 995:
+                    self.pause = PACED_SECONDS
+        time.sleep(self.pause)
         return super().submit(step)
 
 

@@ -13,7 +13,6 @@ import torch
 from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.config import EngineConfig
 from quire.engine.loop import run
-from quire.engine.messages import Shutdown
 from quire.executor.base import Executor
 from quire.executor.ranks import InlineExecutor
 from quire.kernels.create import create_backend
@@ -23,6 +22,7 @@ from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.loop_clients import ScriptedClients
 from tests.helpers.plain_gpu import PlainGPU
 from tests.helpers.runner_driver import RunnerDriver
 
@@ -178,12 +178,8 @@ def test_an_engine_with_recorded_steps(folders: dict[str, Path], lora: bool) -> 
 
 def test_an_engine_that_has_nothing_to_do_gets_ready_between_looks_at_its_messages(folders: dict[str, Path]) -> None:
     driver = EngineDriver(folders["llama"], "reference", max_model_len=16)
-    left, asked = [True, True, False], list[bool]()
+    left = [True, True, False]
     driver.core.executor.idle = lambda: left.pop(0)  # type: ignore[method-assign]
-
-    def receive(wait: bool) -> Shutdown | None:
-        asked.append(wait)
-        return Shutdown() if len(asked) == 3 else None
-
-    run(driver.core, receive, lambda outputs: None)
-    assert asked == [False, False, True], "it waits once nothing is left to prepare"
+    clients = ScriptedClients([])
+    run(driver.core, clients)
+    assert clients.waits == [False, False, True], "it waits once nothing is left to prepare"

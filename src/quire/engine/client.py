@@ -1,21 +1,42 @@
-"""The interface of an asynchronous engine client. `inline.ThreadClient` and `process.ProcessClient` implement it."""
+"""The client's side of an engine: the interface, a client over a connection, and what makes clients of a config.
+
+A client is connected to one engine. `process.ProcessClient` starts the engine's process too, `inline.ThreadClient` runs
+it in a thread. Heavy imports happen inside functions.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import socket
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.messages import CallResult, EngineOutputs, Ready, ToEngine
+import msgspec
+
+from quire.engine.connection import AsyncConnection, ProtocolError, decode_message
+from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Hello, Ready, ToEngine
+from quire.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.inline import InlineEngine
 
 
 class EngineClient(Protocol):
-    """Carries messages between one asyncio loop and an engine elsewhere."""
+    """Carries messages between one asyncio loop and an engine elsewhere.
 
+    The last three before `close` have a meaning only for the client that owns the engine's process.
+    """
+
+    @abstractmethod
     async def start(self) -> Ready:
         """Wait until the engine is ready. Raises `QuireError` if it cannot start."""
 
+    @abstractmethod
     def send(self, message: ToEngine) -> None:
-        """Send in order, never blocking."""
+        """Send in order, never blocking. Does nothing if the engine is gone: `receive` says so."""
 
+    @abstractmethod
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for a message. Raises `EngineDeadError` once the engine is gone."""
 
@@ -24,15 +45,112 @@ class EngineClient(Protocol):
 
         Cheap, and without the engine's help: it may be stuck.
         """
+        return 0.0
 
     async def dump_stacks(self) -> str:
         """Log what an engine that does not react is doing, and return it; for before `kill`.
 
-        Waits half a second at most: an engine that is stopped cannot tell.
+        Waits half a second at most: an engine that is stopped cannot answer.
         """
+        return ""
 
     def kill(self) -> None:
-        """End an engine that does not react; `receive` then raises `EngineDeadError`. Does nothing where it cannot."""
+        """End an engine that does not react; `receive` then raises `EngineDeadError`."""
+        return
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give up the connection, or end an engine that the client owns, and release what it held."""
+
+
+EndOfConnection = EOFError | ProtocolError | Failed
+"""Why nothing more comes: the engine has closed its end, sent what is no message, or said that it ends."""
+
+
+async def _why_dead(end: EndOfConnection) -> EngineDeadError:
+    if isinstance(end, Failed):
+        return EngineDeadError(end.message)
+    return EngineDeadError(f"the connection to the engine has ended: {end}")
+
+
+class SocketClient(EngineClient):
+    """A client of an engine process that others may share, and that somebody else owns.
+
+    Args:
+        connection: what `EngineProcess.connect` returned, in this process or in the one that passed it on.
+        name: who the client is, for the engine's log.
+        why_dead: returns the error for the end of a connection.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str = "client",
+        why_dead: Callable[[EndOfConnection], Awaitable[EngineDeadError]] = _why_dead,
+    ) -> None:
+        self._connection = AsyncConnection(connection)
+        self._why_dead = why_dead
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._dead: EngineDeadError | None = None
+        self._connection.send(self._encoder.encode(Hello(name)))
+
+    async def start(self) -> Ready:
+        self._connection.attach()
+        message = await self._next()
+        if isinstance(message, Failed) and message.exit_code == ConfigError.exit_code:
+            raise ConfigError(message.message, param=message.param)
+        if not isinstance(message, Ready):
+            raise await self._end(message)
+        return message
+
+    def send(self, message: ToEngine) -> None:
+        self._connection.send(self._encoder.encode(message))
+
+    async def receive(self) -> EngineOutputs | CallResult:
+        message = await self._next()
+        if isinstance(message, Failed | Ready):
+            raise await self._end(message)
+        return message
+
+    def finish(self) -> None:
+        """Expect no more than what has arrived: the engine's process has ended."""
+        self._connection.finish()
 
     async def close(self) -> None:
-        """End the engine and release what it held."""
+        self._connection.close()
+
+    async def _next(self) -> FromEngine:
+        if self._dead is not None:
+            raise self._dead
+        try:
+            return decode_message(self._decoder, await self._connection.receive())
+        except (EOFError, ProtocolError) as end:
+            raise await self._end(end) from None
+
+    async def _end(self, end: EndOfConnection | FromEngine) -> EngineDeadError:
+        """Return the error of a connection that ends so, or with a message out of turn."""
+        if not isinstance(end, EndOfConnection):
+            end = ProtocolError(f"{type(end).__name__} out of turn")
+        if self._dead is None:
+            self._dead = await self._why_dead(end)
+        return self._dead
+
+
+def create_inline_engine(config: EngineConfig) -> InlineEngine:
+    """Load a model in this process, for synchronous use. Raises `QuireError`."""
+    from quire.engine.core import EngineCore
+    from quire.engine.inline import InlineEngine
+
+    return InlineEngine(EngineCore(config))
+
+
+def create_client(config: EngineConfig, kind: str) -> EngineClient:
+    """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
+    if kind == "process":
+        from quire.engine.process import ProcessClient
+
+        return ProcessClient(config)
+    from quire.engine.inline import ThreadClient
+
+    return ThreadClient(config)

@@ -172,8 +172,8 @@ class LoopObserver:
     def waiting(self) -> None:
         """The loop waits for the front; called about every second."""
 
-    def applying(self, message: ToEngine) -> None:
-        """A message is about to be carried out."""
+    def applying(self, message: ToEngine | None) -> None:
+        """A message is about to be carried out; None: the requests of a client that is gone are about to be aborted."""
 
     def applied(self) -> None:
         """It has been."""
@@ -223,7 +223,7 @@ class HeartbeatWriter(LoopObserver):
     def waiting(self) -> None:
         self._memory.beat(self._clock())
 
-    def applying(self, message: ToEngine) -> None:
+    def applying(self, message: ToEngine | None) -> None:
         match message:
             case EngineRequest():
                 self._memory.name([message.request_id])

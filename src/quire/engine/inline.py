@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from quire.config import EngineConfig
+from quire.engine.client import EngineClient
 from quire.engine.core import EngineCore
 from quire.engine.loop import run
-from quire.engine.messages import AbortRequests, CallResult, EngineOutputs, FromEngine, Ready, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, CallResult, EngineOutputs, FromEngine, Ready, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 60.0
+IDLE_SECONDS = 60.0
 
 
 class InlineEngine:
@@ -55,12 +60,40 @@ class InlineEngine:
         self.core.close()
 
 
-class ThreadClient:
-    """An engine in a thread of its own, reached from one asyncio loop."""
+class _OneClient:
+    """The only client of an engine in a thread, for the loop (`loop.Clients`): messages go through queues as they are.
+
+    Args:
+        deliver: takes what the engine sends, on its thread.
+    """
+
+    def __init__(self, deliver: Callable[[FromEngine], None]) -> None:
+        self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()  # None: the loop is to end
+        self.connected = [0]
+        self.closed = False
+        self._deliver = deliver
+
+    def receive(self, wait: bool) -> list[tuple[int, ToEngine | None]]:
+        received: list[tuple[int, ToEngine | None]] = []
+        with contextlib.suppress(queue.Empty):
+            while not self.closed:
+                message = self.inbox.get(block=wait and not received, timeout=IDLE_SECONDS)
+                if message is None:
+                    self.closed = True
+                else:
+                    received.append((0, message))
+        return received
+
+    def send(self, client_index: int, message: FromEngine) -> None:
+        self._deliver(message)
+
+
+class ThreadClient(EngineClient):
+    """An engine in a thread of its own, reached from one asyncio loop. It is not watched: it could not be replaced."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._clients = _OneClient(self._deliver)
         self._outbox: asyncio.Queue[FromEngine | Exception] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -78,11 +111,9 @@ class ThreadClient:
         return first
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message for the engine; it is seen before the next step."""
-        self._inbox.put(message)
+        self._clients.inbox.put(message)
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for a message. Raises `EngineDeadError` once the engine has ended."""
         if self._dead is None:
             item = await self._outbox.get()
             if not isinstance(item, Exception):
@@ -91,21 +122,10 @@ class ThreadClient:
             self._dead = item
         raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
 
-    def stalled_for(self) -> float:
-        """Return 0.0: a thread is not watched, since it cannot be replaced."""
-        return 0.0
-
-    async def dump_stacks(self) -> str:
-        """Return nothing: a thread is not watched."""
-        return ""
-
-    def kill(self) -> None:
-        """Do nothing: a thread cannot be ended from outside."""
-
     async def close(self) -> None:
         """End the thread after its current step and release the model."""
         if self._thread.is_alive():
-            self._inbox.put(Shutdown())
+            self._clients.inbox.put(None)
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def _deliver(self, item: FromEngine | Exception) -> None:
@@ -117,23 +137,17 @@ class ThreadClient:
             logger.warning("an engine output came after its event loop had closed")
 
     def _run(self) -> None:
-        """The thread: load, then apply messages and step until told to stop."""
+        """The thread: load, then apply messages and step until closed."""
         core: EngineCore | None = None
         try:
             core = EngineCore(self._config)
-            self._deliver(core.ready)
-            run(core, self._receive, self._deliver)
+            self._deliver(msgspec.structs.replace(core.ready, engine_id=uuid.uuid4().hex))
+            run(core, self._clients)
             self._deliver(EngineDeadError("the engine was closed"))
-        except Exception as error:  # thread boundary: the front must hear of whatever ended the engine
+        except Exception as error:  # thread boundary: the client must hear of whatever ended the engine
             if not isinstance(error, QuireError):
                 logger.exception("the engine thread failed")
             self._deliver(error)
         finally:
             if core is not None:
                 core.close()
-
-    def _receive(self, wait: bool) -> ToEngine | None:
-        try:
-            return self._inbox.get(block=wait, timeout=_IDLE_SECONDS if wait else None)
-        except queue.Empty:
-            return None

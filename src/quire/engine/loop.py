@@ -1,22 +1,112 @@
-"""The engine's main loop, the same in a thread and in a process: apply messages, step, send outputs."""
+"""The engine's main loop, the same in a thread and in a process: apply messages, step, send outputs.
+
+It serves any number of clients (`Clients`) and keeps who owns which request: outputs go to the owner alone, only the
+owner can abort, and the requests of a client that is gone are aborted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import QuireError, RequestError
 from quire.step import SchedulerOutput, SequenceOutput
 
 
-def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | None:
-    """Carry out one message on the core; return what is to be answered at once, if anything.
+class Clients(Protocol):
+    """The clients of an engine, each known by a number.
 
-    A request that the scheduler refuses gets its "error" here: one bad message must not end the loop. `Shutdown` is
-    the loop's own business.
+    Attributes:
+        connected: those that are sent the outputs in which nothing runs any more. closed: whether the loop is to end.
+    """
+
+    @property
+    def connected(self) -> list[int]: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def receive(self, wait: bool) -> list[tuple[int, ToEngine | None]]:
+        """Return the messages that have arrived and their clients; None is a client's end.
+
+        With `wait`, wait for some, though not forever.
+        """
+
+    def send(self, client_index: int, message: FromEngine) -> None:
+        """Send a message; a client that is gone is ignored."""
+
+
+@dataclass(slots=True)
+class _OwnedRequest:
+    """An unfinished request. `ids` are its own and those of its unfinished sequences."""
+
+    client_index: int
+    request_id: str
+    ids: set[str]
+
+
+class RequestOwners:
+    """Which client each unfinished request, and each of its sequences, belongs to."""
+
+    def __init__(self) -> None:
+        self._owned: dict[str, _OwnedRequest] = {}  # by each of its ids
+        self._num_requests: dict[int, int] = {}  # by client, without those that have none
+
+    def add(self, client_index: int, request: EngineRequest) -> None:
+        """Record a request that the engine has accepted."""
+        ids = {request.request_id, *request.sequence_ids}
+        self._owned.update(dict.fromkeys(ids, _OwnedRequest(client_index, request.request_id, ids)))
+        self._num_requests[client_index] = self._num_requests.get(client_index, 0) + 1
+
+    def owned_by(self, client_index: int) -> list[str]:
+        """Return the requests of a client."""
+        return list({owned.request_id for owned in self._owned.values() if owned.client_index == client_index})
+
+    def remove(self, client_index: int, ids: Iterable[str]) -> list[str]:
+        """Forget those of these requests and sequences that belong to the client; return them."""
+        found = []
+        for name in ids:
+            owned = self._owned.get(name)
+            if owned is not None and owned.client_index == client_index:
+                found.append(name)
+                self._end(owned, name)
+        return found
+
+    def split(self, outputs: list[SequenceOutput]) -> dict[int, list[SequenceOutput]]:
+        """Return the outputs by client, and forget the sequences that they end."""
+        split: dict[int, list[SequenceOutput]] = {}
+        if len(self._num_requests) == 1 and outputs:
+            split = dict.fromkeys(self._num_requests, outputs)
+        else:
+            for output in outputs:
+                split.setdefault(self._owned[output.sequence_id].client_index, []).append(output)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(self._owned[output.sequence_id], output.sequence_id)
+        return split
+
+    def _end(self, owned: _OwnedRequest, name: str) -> None:
+        """Forget a sequence, or a request with all that it has."""
+        ended = {name}
+        if name == owned.request_id or owned.ids == {name, owned.request_id}:
+            ended = owned.ids
+            self._num_requests[owned.client_index] -= 1
+            if not self._num_requests[owned.client_index]:
+                del self._num_requests[owned.client_index]
+        for end in ended:
+            del self._owned[end]
+        owned.ids = owned.ids - ended
+
+
+def apply(core: EngineCore, owners: RequestOwners, client_index: int, message: ToEngine | None) -> FromEngine | None:
+    """Carry out a client's message; return the answer, if there is one at once.
+
+    A request that the scheduler refuses gets its "error" here: one bad message must not end the loop.
     """
     match message:
         case EngineRequest():
@@ -30,68 +120,56 @@ def apply(core: EngineCore, message: ToEngine) -> CallResult | EngineOutputs | N
                         for sequence_id in message.sequence_ids
                     ]
                 )
+            owners.add(client_index, message)
         case AbortRequests():
-            core.abort(message)
+            core.abort(AbortRequests(owners.remove(client_index, message.request_ids)))
         case Call():
             try:
                 return CallResult(call_id=message.call_id, value=core.call(message.method, message.arguments))
             except QuireError as error:
                 return CallResult(call_id=message.call_id, error=error.message)
-        case Shutdown():
-            raise AssertionError("Shutdown ends the loop and is never applied")
+        case None:
+            core.abort(AbortRequests(owners.remove(client_index, owners.owned_by(client_index))))
     return None
 
 
-def run(
-    core: EngineCore,
-    receive: Callable[[bool], ToEngine | None],
-    send: Callable[[FromEngine], None],
-    alive: Callable[[], bool] = lambda: True,
-    observer: LoopObserver | None = None,
-) -> None:
-    """Serve until a `Shutdown` arrives or `alive` returns False: the front is gone.
-
-    Args:
-        receive: return the next message, or None. With True, wait for one, though not forever.
-        send: deliver to the front.
-        observer: is called at every event, before it happens.
-    """
+def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None) -> None:
+    """Serve until `clients.closed`. The observer is called at every event, before it happens."""
     if observer is None:
         observer = LoopObserver()
     else:
         core.on_plans = _announcing(core, observer)
-    idle_sent = True  # whether the front was sent that nothing runs
-    while True:
+    owners = RequestOwners()
+    idle_sent = True  # whether clients were sent that nothing runs
+    while not clients.closed:
         idle = not core.has_unfinished()
         if idle:
             observer.preparing()
             idle = not core.idle()
             observer.idle()
-        message = receive(idle)
-        while message is not None:
-            if isinstance(message, Shutdown):
-                return
+        for client_index, message in clients.receive(idle):
             idle_sent = idle_sent and not isinstance(message, EngineRequest)
             observer.applying(message)
-            answer = apply(core, message)
+            answer = apply(core, owners, client_index, message)
             observer.applied()
             if answer is not None:
-                send(answer)
-            message = receive(False)
+                clients.send(client_index, answer)
         if core.has_unfinished():
             observer.stepping()
             outputs = core.step()
             observer.stepped()
-            idle = not core.has_unfinished()
-            if outputs.outputs or idle:
-                send(outputs)
-            idle_sent = idle
+            idle_sent = not core.has_unfinished()
+            _send(clients, owners.split(outputs.outputs), outputs, to_all=idle_sent)
         elif not idle_sent:
-            # The last requests were aborted before a step saw them: the front's gauges would keep showing them.
-            send(core.snapshot())
+            # The last requests were aborted before a step saw them: clients' gauges would keep showing them.
+            _send(clients, {}, core.snapshot(), to_all=True)
             idle_sent = True
-        elif not alive():
-            return
+
+
+def _send(clients: Clients, split: dict[int, list[SequenceOutput]], step: EngineOutputs, *, to_all: bool) -> None:
+    """Send each client its outputs of a step; `to_all`: those without any are sent the stats."""
+    for client_index in clients.connected if to_all else split:
+        clients.send(client_index, EngineOutputs(split.get(client_index, []), step.stats, step.timestamp))
 
 
 def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[SchedulerOutput]], None]:

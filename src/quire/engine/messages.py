@@ -1,7 +1,9 @@
-"""The messages between the front end and the engine, as msgspec structs; msgpack on the wire, never pickle.
+"""The messages between clients and an engine, as msgspec structs; msgpack on the wire, never pickle.
 
-Front -> engine: `EngineRequest`, `AbortRequests`, `Call`, `Shutdown`. Engine -> front: `Ready`, `EngineOutputs`,
-`CallResult`, `Failed`. The inline engine passes the same objects without encoding them.
+A client begins with `Hello`, which the engine answers with `Ready`. From then on it sends `EngineRequest`,
+`AbortRequests` and `Call`; the engine sends the `EngineOutputs` of the client's own requests, and a `CallResult` for
+each call. `Failed` is the last message of an engine that could not start or died, or that refuses the client. An engine
+in a thread passes the same objects without encoding them.
 """
 
 from __future__ import annotations
@@ -14,11 +16,20 @@ from quire.engine_request import EngineRequest
 from quire.errors import RequestError
 from quire.step import SchedulerStats, SequenceOutput
 
+PROTOCOL_VERSION = 1  # changes with any message that an older peer would misread
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The first message of a client. `client` says who it is, for the engine's log."""
+
+    client: str
+    protocol: int = PROTOCOL_VERSION
+
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """Forget these requests, or single sequences of them, and free their blocks; unknown ids are ignored.
+    """Forget these requests, or single sequences of them, and free their blocks.
 
-    No output is sent for them.
+    Unknown ids, and those of other clients' requests, are ignored. No output is sent for them.
     """
 
     request_ids: list[str]
@@ -71,12 +82,8 @@ def check_sleep_level(level: int) -> None:
         raise RequestError(f"level must be 1 or 2, got {level}", param="level")
 
 
-class Shutdown(msgspec.Struct, tag=True):
-    """End the engine loop after the current step."""
-
-
 class EngineOutputs(msgspec.Struct, tag=True):
-    """The outputs of one step."""
+    """The outputs of one step for one client. `stats` are of the whole engine."""
 
     outputs: list[SequenceOutput]
     stats: SchedulerStats
@@ -92,9 +99,10 @@ class CallResult(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded and the KV cache allocated; sent once.
+    """The model is loaded and the KV cache allocated.
 
     `lora_vocab_size`: most token ids that requests with a LoRA adapter may have; None where there are no adapters.
+    `engine_id`: of this run of the engine. After a restart it is another one, and caches and adapters are gone.
     """
 
     num_blocks: int
@@ -103,15 +111,19 @@ class Ready(msgspec.Struct, tag=True):
     vocab_size: int
     max_num_seqs: int
     lora_vocab_size: int | None = None
+    engine_id: str = ""
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The engine could not start, or its loop died. `exit_code` 2 means bad options or a bad model."""
+    """The engine could not start, its loop died, or it refuses this client.
+
+    `exit_code` 2 means bad options or a bad model.
+    """
 
     message: str
     param: str | None = None
     exit_code: int = 1
 
 
-ToEngine = EngineRequest | AbortRequests | Call | Shutdown
+ToEngine = EngineRequest | AbortRequests | Call
 FromEngine = EngineOutputs | CallResult | Ready | Failed

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.create import create_inline_engine
+from quire.engine.client import create_inline_engine
 from quire.engine.messages import check_sleep_level
 from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError

@@ -30,8 +30,7 @@ from functools import partial
 import uvicorn
 
 from quire.config import EngineConfig
-from quire.engine.client import EngineClient
-from quire.engine.create import create_client
+from quire.engine.client import EngineClient, create_client
 from quire.errors import ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
