@@ -11,13 +11,14 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import run as run_loop
-from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import KVCacheSpec, LayerStateSpec, Pending, SchedulerOutput, Tier, TransferOp
+from tests.helpers.loop_clients import ScriptedClients
 
 
 def make_core(folder: Path, *, executor: Executor | None = None, **options: object) -> EngineCore:
@@ -131,16 +132,9 @@ def test_reset_prefix_cache_forgets(folder: Path) -> None:
 
 def test_a_message_the_scheduler_refuses_gets_an_error_and_does_not_end_the_loop(folder: Path) -> None:
     core = make_core(folder, num_gpu_blocks_override=8)
-    messages: list[ToEngine] = [request("empty", []), request("fine", [1], max_tokens=2), Shutdown()]
-    sent: list[FromEngine] = []
-
-    def receive(wait: bool) -> ToEngine | None:
-        if isinstance(messages[0], Shutdown) and core.has_unfinished():
-            return None
-        return messages.pop(0)
-
-    run_loop(core, receive, sent.append)
-    ends = {o.sequence_id: o.finish_reason for m in sent if isinstance(m, EngineOutputs) for o in m.outputs}
+    clients = ScriptedClients([[(0, request("empty", [])), (0, request("fine", [1], max_tokens=2))]])
+    run_loop(core, clients)
+    ends = {output.sequence_id: output.finish_reason for output in clients.outputs(0)}
     assert ends == {"empty": "error", "fine": "length"}
 
 

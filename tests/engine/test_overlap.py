@@ -14,11 +14,12 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
 from quire.engine.loop import run as run_loop
-from quire.engine.messages import AbortRequests, EngineOutputs, FromEngine, Shutdown, ToEngine
+from quire.engine.messages import AbortRequests, EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import ModelOutput, Pending, SchedulerOutput
+from tests.helpers.loop_clients import ScriptedClients
 
 PATIENCE = 30.0  # seconds, after which a test fails that would wait for ever
 
@@ -174,22 +175,13 @@ def test_all_that_may_be_to_blame_are_named_before_they_are_waited_for(make_core
             self.named.append((sorted(resolve()), num_tokens))
 
     core = make_core()
-    inbox: list[ToEngine] = [request("a", [1, 2, 3], 2)]
-    outbox: list[FromEngine] = []
-
-    def receive(wait: bool) -> ToEngine | None:
-        if len(Observer.named) == 1 and not inbox and core.scheduler.requests.find("b") is None:
-            inbox.append(request("b", [5] * 9, 1))
-        if wait:
-            return Shutdown()
-        return inbox.pop() if inbox else None
-
-    inbox.insert(0, AbortRequests(["nobody"]))
-    run_loop(core, lambda wait: inbox.pop() if inbox else receive(wait), outbox.append, observer=Observer())
+    clients = ScriptedClients(
+        [[(0, AbortRequests(["nobody"])), (0, request("a", [1, 2, 3], 2))], [(0, request("b", [5] * 9, 1))]]
+    )
+    run_loop(core, clients, Observer())
     assert Observer.named[:2] == [(["a"], 3), (["a", "b"], 10)]
-    ends = [output.finish_reason for item in outbox if isinstance(item, EngineOutputs) for output in item.outputs]
-    assert ends.count("length") == 2
-    assert outbox and isinstance(outbox[-1], EngineOutputs) and not core.has_unfinished()
+    assert [output.finish_reason for output in clients.outputs(0)].count("length") == 2
+    assert isinstance(clients.sent[0][-1], EngineOutputs) and not core.has_unfinished()
 
 
 def test_it_is_on_where_there_is_a_gpu_and_off_elsewhere(folder: Path) -> None:

@@ -112,7 +112,7 @@ def test_an_engine_that_dies_in_a_step_leaves_the_names_of_those_in_it(
         runner.run(asyncio.wait_for(scenario(), 120))
     if token == SEGFAULT:
         assert "Segmentation fault" in caplog.text
-        assert "in execute" in caplog.text, "where it was"
+        assert "in submit" in caplog.text, "where it was"
 
 
 def test_an_idle_engine_that_is_killed_suspects_nobody(folder: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_stuck_step_tells_where_it_is_and_can_be_ended(folder: Path, caplog: p
             client.send(bad("stuck", HANG))
             await until(lambda: "stuck" in client.process.request_ids)
             stacks = ""
-            while "in execute" not in stacks:  # it is about to get stuck, or is
+            while "in submit" not in stacks:  # it is about to get stuck, or is
                 stacks = await client.dump_stacks()
             assert "faulty_engine.py" in stacks
             pid = client.process.pid
@@ -243,7 +243,7 @@ def test_a_stuck_step_tells_where_it_is_and_can_be_ended(folder: Path, caplog: p
     with caplog.at_level(logging.WARNING, "quire.engine.process"):
         run(scenario())
     assert '"request_ids": ["endless", "stuck"]' in caplog.text
-    assert "in execute" in caplog.text
+    assert "in submit" in caplog.text
 
 
 # ---- nothing is left ----
