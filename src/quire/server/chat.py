@@ -49,10 +49,10 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse_request(request, ChatCompletionRequest)
     context = await model_context(request, body.model)
     generation = await process_body(request, lambda: ChatCompletion(context, body))
-    await generation.start(request)
+    await generation.start()
     if body.stream:
         return EventStream(generation.events(), generation.close)
-    return await generation.answer(request, generation.build)
+    return await generation.answer(generation.build)
 
 
 class ChoiceUpdate(NamedTuple):
@@ -126,7 +126,7 @@ class ChatCompletion(Generation):
             token_ids = with_special_tokens(self.context.llm, token_ids)
         return token_ids
 
-    async def start(self, request: Request) -> None:
+    async def start(self) -> None:
         """Render the conversation and submit it to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         token_ids = await self.render()
@@ -136,7 +136,7 @@ class ChatCompletion(Generation):
             self.params = self.params.clone(skip_special_tokens=False)
             marks = self.context.llm.front_model.reasoning_tokens(self.message_spec)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
-        await self.submit(request, [(token_ids, "messages")], self.params, self.message_spec)
+        await self.submit([(token_ids, "messages")], self.params, self.message_spec)
         self.usage = Usage(self.streams)
 
     def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:

@@ -41,10 +41,10 @@ async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
     body = await parse_request(request, CompletionRequest)
     generation = Completion(await model_context(request, body.model), body)
-    await generation.start(request)
+    await generation.start()
     if body.stream:
         return EventStream(generation.events(), generation.close)
-    return await generation.answer(request, generation.build)
+    return await generation.answer(generation.build)
 
 
 class Completion(Generation):
@@ -75,7 +75,7 @@ class Completion(Generation):
             changes["prompt_logprobs"] = body.logprobs
         return request_params(self.context, body, **changes)
 
-    async def start(self, request: Request) -> None:
+    async def start(self) -> None:
         """Check the prompts and submit them to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
         prompts = self.prompts
@@ -87,7 +87,7 @@ class Completion(Generation):
                 )
                 for prompt, param in prompts
             ]
-        await self.submit(request, prompts, self.params)
+        await self.submit(prompts, self.params)
 
     def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the whole response."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -111,12 +111,15 @@ class ModelContext:
     """The context of one request that needs a model, which is loaded.
 
     Attributes:
+        request: it. state: what the gate and handlers keep of it.
         server: of all requests. model: the model. llm: its engine, which answers the request even if the model gets
             another one meanwhile. name: the model's name in the response. lora: the adapter that the request names.
     """
 
-    def __init__(self, server: ServerContext, model: ServedModel, name: str, lora: LoRARequest | None = None) -> None:
-        self.server = server
+    def __init__(self, request: Request, model: ServedModel, name: str, lora: LoRARequest | None = None) -> None:
+        self.request = request
+        self.state: dict[str, Any] = request.scope["state"]
+        self.server = context_of(request)
         self.model = model
         self.llm: AsyncLLM = model.llm
         self.name = name
@@ -133,9 +136,9 @@ class ModelContext:
         return self.config.server.ignore_unknown_fields
 
     @property
-    def keys(self) -> ApiKeys:
-        """API keys of the server."""
-        return self.server.keys
+    def key_digest(self) -> bytes | None:
+        """Digest of the API key that the request was sent with."""
+        return self.state.get("key_digest")
 
 
 def context_of(request: Request) -> ServerContext:
@@ -167,4 +170,4 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
     lora = None if name is None or name in model.names else model.llm.adapters.find(name)
     if name is None or (lora is None and name not in model.names):
         name = model.names[0]
-    return ModelContext(server, model, name, lora)
+    return ModelContext(request, model, name, lora)

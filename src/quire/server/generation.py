@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import wrong_value
@@ -196,7 +195,6 @@ class Generation(EngineJob):
 
     async def submit(
         self,
-        request: Request,
         prompts: Sequence[tuple[Prompt, str]],
         params: TextParams,
         message_spec: MessageSpec | None = None,
@@ -213,12 +211,12 @@ class Generation(EngineJob):
         count_field = "n" if self.body.best_of is None else "best_of"
         check_budget(len(prompts), params, count_field, vocab_size=llm.vocab_size)
         self.n = self.body.n
-        self.register(request, traced_parameters(params), self.body.request_id)
+        self.register(traced_parameters(params), self.body.request_id)
         try:
             num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
             longest = min(params.max_tokens or llm.max_model_len, llm.max_model_len)
             num_tokens = num_prompt_tokens + len(prompts) * num_sequences(params) * longest
-            self.limit(request, num_prompt_tokens, num_tokens, self.body.timeout)
+            self.limit(num_prompt_tokens, num_tokens, self.body.timeout)
             if self.deadline is not None:
                 self._alarm = asyncio.get_running_loop().call_later(self.deadline.left, self._expire)
             options = self.engine_options(self.body.cache_salt)
@@ -311,10 +309,10 @@ class Generation(EngineJob):
         metrics = response_metrics(self.streams) if self.body.include_metrics else None
         return answer if metrics is None else {**answer, "metrics": metrics}
 
-    async def answer(self, request: Request, build: Callable[[list[RequestOutput]], dict[str, Any]]) -> Response:
+    async def answer(self, build: Callable[[list[RequestOutput]], dict[str, Any]]) -> Response:
         """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client disconnects."""
         try:
-            outputs = await until_disconnect(request.receive, last_outputs(self.streams))
+            outputs = await until_disconnect(self.context.request.receive, last_outputs(self.streams))
         finally:
             self.close()
         for output in outputs:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-
 from quire.checks import INT64_MAX, check_int
 from quire.errors import OverloadedError, QuireError, UnsupportedError
 from quire.frontend.input_processor import Params, Prompt
@@ -42,7 +40,6 @@ class EngineJob:
         self.model = context.name
         self.streams: list[RequestStream] = []
         self.deadline: Deadline | None = None
-        self._key_digest: bytes | None = None
         self._record: RequestRecord | None = None
         self._quota: Quota | None = None
         self._reserved = 0
@@ -52,50 +49,49 @@ class EngineJob:
                 f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
             )
 
-    def register(self, request: Request, parameters: Mapping[str, Any], given_id: str | None = None) -> None:
+    def register(self, parameters: Mapping[str, Any], given_id: str | None = None) -> None:
         """Add this to the server's running jobs, and its record to those of logs, traces and timelines.
 
         Args:
             parameters: attributes for traces. given_id: the body's `request_id`.
         """
-        server, state = self.context.server, request.scope["state"]
-        self._key_digest = state.get("key_digest")
+        context = self.context
         self._record = RequestRecord(
             self.response_id,
-            state.get("request_id", ""),
+            context.state.get("request_id", ""),
             given_id,
-            self._key_digest,
+            context.key_digest,
             self.model,
-            self.context.llm,
+            context.llm,
             self.streams,
             parameters,
         )
-        state.setdefault("records", []).append(self._record)
-        server.jobs.add(self)
-        server.records.begin(self._record)
+        context.state.setdefault("records", []).append(self._record)
+        context.server.jobs.add(self)
+        context.server.records.begin(self._record)
 
-    def limit(self, request: Request, num_prompt_tokens: int, num_tokens: int, timeout: float | None = None) -> None:
+    def limit(self, num_prompt_tokens: int, num_tokens: int, timeout: float | None = None) -> None:
         """Set the deadline, and reserve `num_tokens` of the key's quota, `num_prompt_tokens` of them for prompts.
 
         Raises:
             RequestError: priority or timeout are not allowed. RateLimitError: so many tokens are not left.
         """
-        state = request.scope["state"]
-        key = self.context.keys.get(self._key_digest)
+        context = self.context
+        key = context.server.keys.get(context.key_digest)
         if key is not None and key.min_priority is not None:
             check_int("priority", self.body.priority, key.min_priority, INT64_MAX)
-        self.deadline = deadline_of(request, self.context.config.server.request_timeout, timeout)
-        self._quota = state.get("quota")
+        self.deadline = deadline_of(context.state, context.config.server.request_timeout, timeout)
+        self._quota = context.state.get("quota")
         if self._quota is not None:
             self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
 
     def engine_options(self, cache_salt: str | None = None) -> dict[str, Any]:
         """Return the arguments of a submission that follow from the body and the key."""
-        keys = self.context.keys
+        keys, digest = self.context.server.keys, self.context.key_digest
         return {
             "priority": self.body.priority,
-            "cache_salt": keys.salt(self._key_digest, cache_salt),
-            "tenant": keys.tenant(self._key_digest, self.body.user),
+            "cache_salt": keys.salt(digest, cache_salt),
+            "tenant": keys.tenant(digest, self.body.user),
         }
 
     def add(self, stream: RequestStream, params: Params) -> None:
@@ -123,7 +119,7 @@ class EngineJob:
         self.context.llm.abort_now([stream.request_id for stream in self.streams if not stream.finished])
 
     def close(self) -> None:
-        """Abort what is unfinished, settle the quota, and finish the record. Later calls do nothing."""
+        """Abort what is unfinished, refund the quota, and finish the record. Later calls do nothing."""
         server = self.context.server
         server.jobs.discard(self)
         self.abort()

@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.checks import wrong_value
@@ -278,13 +278,12 @@ def set_deadline(scope: Scope, most: float | None) -> None:
         state["deadline"] = Deadline(state["arrival"], seconds)
 
 
-def deadline_of(request: Request, most: float | None, timeout: float | None = None) -> Deadline | None:
+def deadline_of(state: dict[str, Any], most: float | None, timeout: float | None = None) -> Deadline | None:
     """Return the deadline of a request, None if it has none; the body's `timeout` [s] may bring it forward.
 
     Raises:
         RequestError: `timeout` is not allowed; `most` is the server's `request_timeout`.
     """
-    state = request.scope["state"]
     deadline: Deadline | None = state.get("deadline")
     if timeout is not None:
         seconds = check_timeout("timeout", timeout, most)

@@ -132,15 +132,13 @@ class PoolingJob(EngineJob):
     def __init__(self, context: ModelContext, body: PoolingRequest, prefix: str) -> None:
         super().__init__(context, body, f"{prefix}-{uuid.uuid4().hex}")
 
-    async def answer(
-        self, request: Request, inputs: Sequence[RequestInput], build: Callable[[list[Pooled]], dict[str, Any]]
-    ) -> Response:
+    async def answer(self, inputs: Sequence[RequestInput], build: Callable[[list[Pooled]], dict[str, Any]]) -> Response:
         """Run the requests and respond with `build(outputs)`, id and usage; aborts if the client disconnects.
 
         Raises:
             QuireError: as `AsyncLLM.submit`, or one of the requests failed.
         """
-        outputs = await self.run(request, inputs)
+        outputs = await self.run(inputs)
         num_tokens = sum([len(output.prompt_token_ids) for output in outputs])
         usage = {
             "prompt_tokens": num_tokens,
@@ -151,19 +149,19 @@ class PoolingJob(EngineJob):
         head = {"id": self.response_id, "created": self.created, "model": self.model}
         return await large_json_response(num_values(outputs), lambda: {**head, **build(outputs), "usage": usage})
 
-    async def run(self, request: Request, inputs: Sequence[RequestInput]) -> list[Pooled]:
+    async def run(self, inputs: Sequence[RequestInput]) -> list[Pooled]:
         """Run the requests; return their outputs in order. Raises `QuireError`."""
 
         def add(stream: RequestStream) -> None:
             self.add(stream, inputs[len(self.streams)].params)
 
-        self.register(request, {})
+        self.register({})
         try:
             num_tokens = sum([estimate_tokens(item.prompt) for item in inputs])
-            self.limit(request, num_tokens, num_tokens)
+            self.limit(num_tokens, num_tokens)
             work = self.context.llm.pool_all(inputs, note=add, **self.engine_options())
             async with time_limit(self.deadline):
-                return await until_disconnect(request.receive, work)
+                return await until_disconnect(self.context.request.receive, work)
         except QuireError as error:
             self.count_rejection(error)
             if isinstance(error, GenerationError) and error.code == ABORTED:
@@ -202,7 +200,7 @@ async def _embed(request: Request, model: type[EmbeddingRequest], task: Task, na
         data = [{"object": kind, "index": index, field: vector} for index, vector in enumerate(vectors)]
         return {"object": "list", "data": data}
 
-    return await PoolingJob(context, body, prefix).answer(request, inputs, build)
+    return await PoolingJob(context, body, prefix).answer(inputs, build)
 
 
 async def embedding_inputs(context: ModelContext, body: EmbeddingRequest, task: Task = "embed") -> list[RequestInput]:
@@ -243,7 +241,7 @@ async def classify(request: Request) -> Response:
         return {"object": "list", "data": data}
 
     inputs = await _inputs(context, body, items, _params(body, task="classify"))
-    return await PoolingJob(context, body, "classify").answer(request, inputs, build)
+    return await PoolingJob(context, body, "classify").answer(inputs, build)
 
 
 @router.post("/v2/rerank", openapi_extra=body_schema(RerankRequest), operation_id="rerank_v2")
@@ -269,7 +267,7 @@ async def rerank(request: Request) -> Response:
                 result["document"] = {"text": documents[result["index"]][0]}
         return {"results": results}
 
-    return await _score(request, context, body, "rerank", (query, documents), build)
+    return await _score(context, body, "rerank", (query, documents), build)
 
 
 @router.post("/v1/score", openapi_extra=body_schema(ScoreRequest), operation_id="score_v1")
@@ -293,11 +291,10 @@ async def score(request: Request) -> Response:
             "data": [{"object": "score", "index": index, "score": value} for index, value in enumerate(values)],
         }
 
-    return await _score(request, context, body, "score", (first, second), build)
+    return await _score(context, body, "score", (first, second), build)
 
 
 async def _score(
-    request: Request,
     context: ModelContext,
     body: RerankRequest | ScoreRequest,
     task: Task,
@@ -317,9 +314,7 @@ async def _score(
         return PairScoring(llm.front_model, llm.processor, queries, documents, params, body.instruction, names=names)
 
     scoring = await asyncio.to_thread(make)
-    return await PoolingJob(context, body, task).answer(
-        request, scoring.inputs, lambda outputs: build(scoring.scores(outputs))
-    )
+    return await PoolingJob(context, body, task).answer(scoring.inputs, lambda outputs: build(scoring.scores(outputs)))
 
 
 async def _refuse(context: ModelContext, body: PoolingRequest, items: Items, task: Task) -> NoReturn:

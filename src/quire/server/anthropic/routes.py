@@ -35,7 +35,7 @@ async def create_message(request: Request) -> Response:
     body, context, translation = await _translated(request, MessagesRequest)
     with translation.names.translating():
         chat = await process_body(request, lambda: _chat(context, translation))
-        await chat.start(request)
+        await chat.start()
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
     stream_type = EventStream if body.stream else None
     return await respond(request, answer, translation.names, stream_type, _headers(request))

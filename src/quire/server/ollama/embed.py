@@ -72,7 +72,7 @@ async def _answer(
         context = await named_model(request, body.model)
     cut = {"truncate_prompt_tokens": -1} if truncate else {}
     inner = validate(EmbeddingRequest, {"model": body.model, **fields, **cut})
-    found = await PoolingJob(context, inner, "embd").run(request, await embedding_inputs(context, inner))
+    found = await PoolingJob(context, inner, "embd").run(await embedding_inputs(context, inner))
 
     def build() -> dict[str, Any]:
         answer: dict[str, Any] = write(found)

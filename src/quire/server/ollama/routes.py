@@ -70,7 +70,7 @@ async def generate(request: Request) -> Response:
     with names.translating():
         fields = completion_fields(body, context.llm.max_model_len, context.ignore_unknown)
         completion = Completion(context, validate(CompletionRequest, fields))
-        await completion.start(request)
+        await completion.start()
     answer = Answer(completion, ChoiceReader(PlainParser()), clock, in_message=False)
     return await respond(request, answer, names, LineStream if body.stream else None)
 
@@ -89,7 +89,7 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
 
     with names.translating():
         chat = await process_body(request, make)
-        await chat.start(request)
+        await chat.start()
     answer = Answer(chat, chat.reader(), clock, in_message=in_message)
     return await respond(request, answer, names, LineStream if body.stream else None)
 

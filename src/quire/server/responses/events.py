@@ -217,7 +217,7 @@ class _OpenItem:
         """Return the fields of the event that says that the text is complete."""
         if self.kind == "function_call":
             return {"name": self._names["name"], self._field: self.text}
-        extras = {"logprobs": self.logprobs} if self.kind == "message" else {}
+        extras: dict[str, Any] = {"logprobs": self.logprobs} if self.kind == "message" else {}
         return {self._field: self.text, **extras}
 
     def item(self, status: str, *, empty: bool = False) -> Item:
@@ -225,7 +225,8 @@ class _OpenItem:
         item: Item = {"id": self.item_id, "type": self.kind, "status": status}
         if self.is_call:
             return {**item, **self._names, self._field: "" if empty else self.text}
-        item |= {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        own: Item = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        item |= own
         if self._sealed and status != "in_progress":
             item["encrypted_content"] = seal(self.text)
         return {**item, "content": [] if empty else [self.part()]}

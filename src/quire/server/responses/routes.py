@@ -85,7 +85,7 @@ async def create_response(request: Request) -> Response:
         context = await model_context(request, body.model)
         response_id = new_id("resp")
         chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
-        await start_fitting(chat, request, truncate=body.truncation == "auto")
+        await start_fitting(chat, truncate=body.truncation == "auto")
     keeps_events = body.background and body.stream
     response = new_response(body, chat, response_id)
     stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events, input_size=size)
@@ -98,7 +98,7 @@ async def _answer(request: Request, body: ResponseRequest, context: ModelContext
     obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
     if body.background:
         try:
-            scope = await lease(context, request)
+            scope = await lease(context)
         except BaseException:
             run.close()
             raise

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.errors import ContextLengthError, QuireError, RequestError
@@ -32,10 +31,10 @@ FITTING_SECONDS = 10.0  # after which no other cut of a conversation is tried
 ANSWER_SHARE = 4  # of a context, one part in so many is left for the answer when a conversation is cut
 
 
-async def start_fitting(chat: ChatCompletion, request: Request, *, truncate: bool) -> None:
+async def start_fitting(chat: ChatCompletion, *, truncate: bool) -> None:
     """Start a chat; with `truncate`, one that does not fit the context goes without its first turns."""
     try:
-        await chat.start(request)
+        await chat.start()
         return
     except ContextLengthError as error:
         starts = turns(chat.messages) if truncate else []
@@ -57,7 +56,7 @@ async def start_fitting(chat: ChatCompletion, request: Request, *, truncate: boo
         else:
             low = middle + 1
     chat.messages = without_beginning(messages, starts[low])
-    await chat.start(request)
+    await chat.start()
 
 
 async def _fits(chat: ChatCompletion, most: int) -> bool:
@@ -202,13 +201,13 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
             logger.exception("the response %s failed", stored.response_id)
 
 
-async def lease(context: ModelContext, request: Request) -> Scope:
+async def lease(context: ModelContext) -> Scope:
     """Keep a model loaded, and the place among the requests of a key, beyond the answer to the request.
 
     `in_background` lets go of both.
     """
     await context.server.models.acquire(context.model)
-    state = request.scope["state"]
+    state = context.state
     slot: ConcurrencySlot | None = state.get("slot")
     if slot is not None:
         slot.extend()
