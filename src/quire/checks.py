@@ -72,16 +72,9 @@ def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENG
     strings = [value] if isinstance(value, str) else check_list(name, value, most)
     for index, item in enumerate(strings):
         where = name if isinstance(value, str) else f"{name}[{index}]"
-        if not isinstance(item, str):
-            raise wrong_type(where, "a string", item)
-        if not item:
+        if not check_string(item, where):
             raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
-        if len(item) > longest:
-            raise RequestError(
-                f"{where} may have at most {longest} characters, got {len(item)}",
-                param=where,
-                code="string_above_max_length",
-            )
+        check_length(item, where, longest)
     return strings
 
 

@@ -129,20 +129,20 @@ class InputProcessor:
         """
         content, where = split_prompt(prompt, param)
         self.check_kind(params)
-        if isinstance(params, PoolingParams):
-            return self._tokenize_whole(content, params, where)
+        pooled = isinstance(params, PoolingParams)
         keep = params.truncate_prompt_tokens
+        most = self.max_model_len if keep is None or keep == -1 else min(keep, self.max_model_len)
         if isinstance(content, str):
-            token_ids = self._encode(content, keep, where)
+            token_ids = self._encode(content, None if keep is None else most, where, pooled)
             check_ids(token_ids, self.vocab_size, where, text=True)
         else:
             check_ids(content, self._vocab_size(lora), where)
             token_ids = list(content)
-        if keep is not None:
-            token_ids = token_ids[-keep:]
+        if keep is not None:  # what is pooled keeps its beginning, what is continued its end
+            token_ids = token_ids[:most] if pooled else token_ids[-keep:]
         if not token_ids:
             raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
-        self.check_length(len(token_ids), where)
+        self.check_length(len(token_ids), where, room=0 if pooled else 1)
         return token_ids
 
     def check_kind(self, params: Params) -> None:
@@ -155,40 +155,13 @@ class InputProcessor:
             message = f"this model does not generate text: it is made to {self.pooling.task}"
         raise UnsupportedError(message, param="model", code="unsupported_endpoint")
 
-    def _tokenize_whole(self, content: str | Sequence[int], params: PoolingParams, where: str) -> list[int]:
-        """Return the ids of a text that nothing follows; see `tokenize`."""
-        keep = params.truncate_prompt_tokens
-        most = self.max_model_len if keep in (None, -1) else min(keep or 0, self.max_model_len)
-        if isinstance(content, str):
-            token_ids = self._encode_whole(content, None if keep is None else most, where)
-            check_ids(token_ids, self.vocab_size, where, text=True)
-        else:
-            check_ids(content, self.vocab_size, where)
-            token_ids = list(content)
-        if keep is not None:
-            token_ids = token_ids[:most]
-        if not token_ids:
-            raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
-        if len(token_ids) > self.max_model_len:
-            raise ContextLengthError(
-                f"{where} has {len(token_ids)} tokens, but the context length is {self.max_model_len} tokens",
-                param=where,
-            )
-        return token_ids
-
-    def _encode_whole(self, text: str, most: int | None, param: str) -> list[int]:
-        if self.tokenizer is None or most is None:
-            return self._encode(text, None, param)
-        check_text(text, param)
-        return self.tokenizer.encode_within(text[: (most + 64) * self.tokenizer.max_chars_per_token], most)
-
-    def check_length(self, num_tokens: int, param: str = "prompt", *, at_least: bool = False) -> None:
-        """Raise `ContextLengthError` if a prompt of so many tokens leaves no room for output."""
-        if num_tokens >= self.max_model_len:
+    def check_length(self, num_tokens: int, param: str = "prompt", *, at_least: bool = False, room: int = 1) -> None:
+        """Raise `ContextLengthError` if a prompt of so many tokens leaves less room than this for output."""
+        if num_tokens + room > self.max_model_len:
             shown = f"at least {num_tokens}" if at_least else f"{num_tokens}"
+            reason = " and one must be left for the output" if room else ""
             raise ContextLengthError(
-                f"{param} has {shown} tokens, but the context length is {self.max_model_len} tokens "
-                "and one must be left for the output",
+                f"{param} has {shown} tokens, but the context length is {self.max_model_len} tokens{reason}",
                 param=param,
             )
 
@@ -204,20 +177,19 @@ class InputProcessor:
                 param=param,
             )
 
-    def _encode(self, text: str, keep: int | None, param: str) -> list[int]:
+    def _encode(self, text: str, most: int | None, param: str, pooled: bool) -> list[int]:
+        """Return the ids of a text, or as many as matter if at most `most` of them are kept."""
         if self.tokenizer is None:
-            raise RequestError(
-                f"{param} must be token ids: this engine runs without a tokenizer", param=param, code="invalid_type"
-            )
+            message = f"{param} must be token ids: this engine runs without a tokenizer"
+            raise RequestError(message, param=param, code="invalid_type")
         check_text(text, param)
-        if keep is not None:
-            # The last tokens depend on the end of the text only; what precedes it need not be tokenized.
-            tail = (min(keep, self.max_model_len) + 64) * self.tokenizer.max_chars_per_token
-            text = text[-tail:]
-        else:
+        if most is None:
             self.check_chars(len(text), param)
             self.check_pieces(text, param)
-        return self.tokenizer.encode(text)
+            return self.tokenizer.encode(text)
+        # The tokens at one end depend on that end of the text only; the rest need not be tokenized.
+        longest = (most + 64) * self.tokenizer.max_chars_per_token
+        return self.tokenizer.encode_within(text[:longest], most) if pooled else self.tokenizer.encode(text[-longest:])
 
     def check_pieces(self, text: str, param: str = "prompt") -> None:
         """Raise `ContextLengthError` if the beginning of a long text alone has twice the tokens that fit.

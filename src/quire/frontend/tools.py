@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import check_object, missing, wrong_type, wrong_value
+from quire.checks import Fields, check_not_empty, check_string, list_items, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, rename_field
 from quire.frontend.formats.message import Tool
 
@@ -54,7 +54,7 @@ def requested_tools(tools: Any, choice: Any, parallel: bool, *, ignore_unknown: 
             _check_mode(choice)
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return ToolRequest()
-    checked = check_tools(tools, ignore_unknown=ignore_unknown)
+    checked = _check_tools(tools, ignore_unknown)
     mode, allowed = _check_choice("auto" if choice is None else choice, [tool.name for tool in checked])
     places = [place for place, tool in enumerate(checked) if tool.name in allowed]
     shown = [{"type": "function", "function": _without_nulls(tool["function"])} for tool in tools]
@@ -71,60 +71,39 @@ def _without_nulls(function: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in function.items() if value is not None and name in FUNCTION_FIELDS}
 
 
-def check_tools(tools: Any, *, ignore_unknown: bool = False) -> list[Tool]:
-    """Return the tools of a request. Raises as `requested_tools`."""
-    if not isinstance(tools, list):
-        raise wrong_type("tools", "a list", tools)
-    if not tools:
+def _check_tools(tools: Any, ignore_unknown: bool) -> list[Tool]:
+    if tools == []:
         raise RequestError("tools must not be empty; leave it out", param="tools", code="empty_array")
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(
-            f"tools may have at most {MAX_TOOLS} items, got {len(tools)}", param="tools", code="array_above_max_length"
-        )
-    checked: list[Tool] = []
-    for index, tool in enumerate(tools):
-        made = _check_tool(tool, f"tools[{index}]", ignore_unknown)
-        if any(made.name == other.name for other in checked):
-            where = f"tools[{index}].function.name"
-            raise RequestError(f"{where}: there are two tools called {echo(made.name)}", param=where)
-        checked.append(made)
-    return checked
+    checked: dict[str, Tool] = {}
+    for where, item in list_items(tools, "tools", most=MAX_TOOLS):
+        tool = _check_tool(Fields(item, where, ignore_unknown=ignore_unknown))
+        if tool.name in checked:
+            where = f"{where}.function.name"
+            raise RequestError(f"{where}: there are two tools called {echo(tool.name)}", param=where)
+        checked[tool.name] = tool
+    return list(checked.values())
 
 
-def _check_tool(tool: Any, where: str, ignore_unknown: bool) -> Tool:
-    tool = check_object(tool, where, TOOL_FIELDS, ignore_unknown)
-    kind = tool.get("type", "function")
+def _check_tool(tool: Fields) -> Tool:
+    kind = tool.only(TOOL_FIELDS).get("type", "function")
     if kind != "function":
-        raise UnsupportedError(f"{where}.type must be function, got {echo(kind)}", param=f"{where}.type")
-    where = f"{where}.function"
-    if tool.get("function") is None:
-        raise missing(where)
-    function = check_object(tool["function"], where, FUNCTION_FIELDS, ignore_unknown)
+        raise UnsupportedError(f"{tool.place('type')} must be function, got {echo(kind)}", param=tool.place("type"))
+    function = tool.object("function", FUNCTION_FIELDS)
     return Tool(
-        name=check_name(function.get("name"), f"{where}.name"),
-        parameters=_check_parameters(function.get("parameters"), f"{where}.parameters"),
-        description=_typed(function, "description", str, "a string", where),
-        strict=_typed(function, "strict", bool, "true or false", where) or False,
+        name=check_name(function.get("name"), function.place("name")),
+        parameters=_check_parameters(function.get("parameters"), function.place("parameters")),
+        description=function.string("description") if "description" in function else None,
+        strict=function.boolean("strict", False),
     )
-
-
-def _typed(value: Mapping[str, Any], name: str, kind: type, shown: str, where: str) -> Any:
-    item = value.get(name)
-    if item is not None and not isinstance(item, kind):
-        where = f"{where}.{name}"
-        raise wrong_type(where, f"{shown}", item)
-    return item
 
 
 def check_name(name: Any, where: str) -> str:
     """Return the name of a function. Raises `RequestError`."""
     if name is None:
         raise missing(where)
-    if not isinstance(name, str):
-        raise wrong_type(where, "a string", name)
-    if not NAME.fullmatch(name):
+    if not NAME.fullmatch(check_string(name, where)):
         raise wrong_value(where, "1 to 64 of the characters A-Za-z0-9_-", name)
-    return name
+    return str(name)
 
 
 def _check_parameters(schema: Any, where: str) -> dict[str, Any]:
@@ -134,11 +113,8 @@ def _check_parameters(schema: Any, where: str) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise wrong_type(where, "a JSON schema", schema)
     if schema.get("type", "object") != "object":
-        raise RequestError(
-            f"{where} must be the schema of an object, got type {echo(schema['type'])} (at #/type)",
-            param=where,
-            code="invalid_function_parameters",
-        )
+        message = f"{where} must be the schema of an object, got type {echo(schema['type'])} (at #/type)"
+        raise RequestError(message, param=where, code="invalid_function_parameters")
     return {"type": "object", **schema}
 
 
@@ -155,50 +131,26 @@ def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
     _check_mode(choice)
     if isinstance(choice, str):
         return choice, names
-    kind = choice.get("type")
+    fields = Fields(choice, "tool_choice")
+    kind = fields.choice("type", ("function", "allowed_tools"), expected="function or allowed_tools")
     if kind == "function":
-        name = _chosen(choice, "tool_choice", names)
+        name = _chosen(fields, names)
         return f"function:{name}", [name]
-    if kind == "allowed_tools":
-        return _check_allowed(choice.get("allowed_tools"), "tool_choice.allowed_tools", names)
-    where = "tool_choice.type"
-    if kind is None:
-        raise missing(where)
-    raise wrong_value(where, "function or allowed_tools", kind)
+    allowed = fields.object("allowed_tools", ("mode", "tools"))
+    mode = allowed.choice("mode", ("auto", "required"), expected="auto or required")
+    tools, where = allowed.required("tools"), allowed.place("tools")
+    check_not_empty(tools, where)
+    return mode, [_chosen(Fields(tool, place), names) for place, tool in list_items(tools, where)]
 
 
-def _chosen(value: Any, where: str, names: list[str]) -> str:
+def _chosen(tool: Fields, names: list[str]) -> str:
     """Return the name in {"type": "function", "function": {"name": ...}}."""
-    value = check_object(value, where, TOOL_FIELDS, False)
-    if value.get("function") is None:
-        raise missing(f"{where}.function")
-    function = check_object(value["function"], f"{where}.function", ("name",), False)
-    name = check_name(function.get("name"), f"{where}.function.name")
+    function = tool.only(TOOL_FIELDS).object("function", ("name",))
+    name = check_name(function.get("name"), function.place("name"))
     if name not in names:
-        raise RequestError(
-            f"{where}.function.name: no tool is called {echo(name)}; there is {', '.join(names[:20])}",
-            param=f"{where}.function.name",
-        )
+        where = function.place("name")
+        raise RequestError(f"{where}: no tool is called {echo(name)}; there is {', '.join(names[:20])}", param=where)
     return name
-
-
-def _check_allowed(value: Any, where: str, names: list[str]) -> tuple[str, list[str]]:
-    if value is None:
-        raise missing(where)
-    value = check_object(value, where, ("mode", "tools"), False)
-    if value.get("mode") not in ("auto", "required"):
-        raise RequestError(
-            f"{where}.mode must be auto or required, got {echo(value.get('mode'))}", param=f"{where}.mode"
-        )
-    tools = value.get("tools")
-    if not isinstance(tools, list):
-        raise RequestError(
-            f"{where}.tools must be a list, got {echo(tools)}", param=f"{where}.tools", code="invalid_type"
-        )
-    if not tools:
-        raise RequestError(f"{where}.tools must not be empty", param=f"{where}.tools", code="empty_array")
-    allowed = [_chosen(tool, f"{where}.tools[{index}]", names) for index, tool in enumerate(tools)]
-    return str(value["mode"]), allowed
 
 
 def explain(error: RequestError, tools: ToolRequest) -> RequestError:
