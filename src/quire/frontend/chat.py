@@ -23,16 +23,14 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from quire.checks import wrong_type
+from quire.checks import check_length, check_string, wrong_type
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.chat_messages import (
@@ -214,34 +212,43 @@ class ChatTemplate:
     def _render(self, arguments: _Arguments, mark: Marker, marked: bool = False) -> str:
         messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(arguments.messages)]
         end = _mark_end(messages[-1], arguments.continued_field) if arguments.continued_field else None
-        context = {
-            **self._tokenizer.special_tokens,
-            **self._defaults,
-            **plain_data(arguments.variables, "chat_template_kwargs", mark),
-            "messages": messages,
-            "tools": None if arguments.tools is None else plain_data(arguments.tools, "tools", mark),
-            "documents": None if arguments.documents is None else plain_data(arguments.documents, "documents", mark),
-            "add_generation_prompt": arguments.add_generation_prompt,
-        }
-        text = render_bounded(self._template, context)
+        optional = {"tools": arguments.tools, "documents": arguments.documents}
+        text = self._render_plain(
+            messages,
+            variables=plain_data(arguments.variables, "chat_template_kwargs", mark),
+            add_generation_prompt=arguments.add_generation_prompt,
+            **{name: None if item is None else plain_data(item, name, mark) for name, item in optional.items()},
+        )
         check_text(text, "messages")
         if end is None:
             return text
         # Marks may stand where the template changed the text; whether it did shows in the rendering without them.
         return end.cut(text, strict=not marked)
 
-    def _try(self, messages: list[dict[str, Any]]) -> str | None:
-        """Render a small conversation; None if the template fails on it."""
+    def _render_plain(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any] = {},
+        tools: Any = None,
+        documents: Any = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Run the template on data that was checked before."""
         context = {
             **self._tokenizer.special_tokens,
             **self._defaults,
+            **variables,
             "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": False,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
         }
+        return render_bounded(self._template, context)
+
+    def _try(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render a small conversation; None if the template fails on it."""
         try:
-            return render_bounded(self._template, context)
+            return self._render_plain(messages)
         except RequestError:
             return None
 
@@ -294,10 +301,10 @@ class RequestTemplates:
     """
 
     def __init__(self, content_format: str = "auto", default_kwargs: Mapping[str, Any] | None = None) -> None:
-        self._content_format = content_format
-        self._default_kwargs = default_kwargs
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, int], ChatTemplate] = OrderedDict()
+        make = partial(
+            ChatTemplate, origin="this request", content_format=content_format, default_kwargs=default_kwargs
+        )
+        self._compile = lru_cache(REQUEST_TEMPLATES)(make)
 
     def get(self, source: Any, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template with this Jinja text.
@@ -305,35 +312,11 @@ class RequestTemplates:
         Raises:
             RequestError: it is no text, too long, or has a syntax error; param is "chat_template".
         """
-        if not isinstance(source, str):
-            raise wrong_type("chat_template", "a string", source)
-        if len(source) > MAX_REQUEST_TEMPLATE:
-            raise RequestError(
-                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_TEMPLATE} are allowed",
-                param="chat_template",
-                code="string_above_max_length",
-            )
-        key = (source, id(tokenizer))
-        with self._lock:
-            template = self._cache.get(key)
-            if template is not None:
-                self._cache.move_to_end(key)
-                return template
+        check_length(check_string(source, "chat_template"), "chat_template", MAX_REQUEST_TEMPLATE)
         try:
-            template = ChatTemplate(
-                source,
-                tokenizer,
-                origin="this request",
-                content_format=self._content_format,
-                default_kwargs=self._default_kwargs,
-            )
+            return self._compile(source, tokenizer)
         except ModelError as error:
             raise RequestError(error.message, param="chat_template") from None
-        with self._lock:
-            self._cache[key] = template
-            while len(self._cache) > REQUEST_TEMPLATES:
-                self._cache.popitem(last=False)
-        return template
 
 
 class ControlTokenFinder:

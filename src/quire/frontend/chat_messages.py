@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 from quire.checks import wrong_type, wrong_value
@@ -41,9 +42,6 @@ class TemplateTraits:
         self._render = render
         self.content_format = content_format
         self._takes_parts: dict[str, bool] = {}
-        self._takes_arguments: tuple[bool, bool] | None = None
-        self._needs_content: bool | None = None
-        self._needs_short_ids: bool | None = None
 
     def takes_parts(self, role: str) -> bool:
         """Whether messages of this role may have a list of parts as content."""
@@ -73,31 +71,32 @@ class TemplateTraits:
 
     def _answered(self, content: Any, call_id: str = PROBE_ID) -> list[dict[str, Any]]:
         """Return a conversation with a tool call and an answer to it."""
-        call = {**_call({} if self.takes_arguments()[0] else "{}", call_id), "content": self._text("")}
+        call = {**_call({} if self.takes_arguments[0] else "{}", call_id), "content": self._text("")}
         answer = {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": content}
         return [{"role": "user", "content": self._text("x")}, call, answer]
 
+    @cached_property
     def takes_arguments(self) -> tuple[bool, bool]:
         """Whether the arguments of tool calls may be objects, and whether they may be texts."""
-        if self._takes_arguments is None:
-            raw = json.dumps(PROBE_ARGUMENTS)
-            as_object = self._calls(PROBE_ARGUMENTS)
-            as_text = self._calls(raw)
-            self._takes_arguments = (
-                as_object is not None and "quire_probe" in as_object and "'quire_probe'" not in as_object,
-                as_text is not None and raw in as_text,
-            )
-        return self._takes_arguments
+        raw = json.dumps(PROBE_ARGUMENTS)
+        as_object, as_text = self._calls(PROBE_ARGUMENTS), self._calls(raw)
+        return (
+            as_object is not None and "quire_probe" in as_object and "'quire_probe'" not in as_object,
+            as_text is not None and raw in as_text,
+        )
 
+    @cached_property
     def needs_short_ids(self) -> bool:
         """Whether the template fails on ids of calls that are longer than nine letters and digits."""
-        if self._needs_short_ids is None:
-            content = self._text("x")
-            self._needs_short_ids = (
-                self._render(self._answered(content, LONG_ID)) is None
-                and self._render(self._answered(content)) is not None
-            )
-        return self._needs_short_ids
+        content = self._text("x")
+        long, short = self._answered(content, LONG_ID), self._answered(content)
+        return self._render(long) is None and self._render(short) is not None
+
+    @cached_property
+    def needs_content(self) -> bool:
+        """Whether the template fails on tool calls without content, but not with an empty one."""
+        arguments: Any = PROBE_ARGUMENTS if self.takes_arguments[0] else json.dumps(PROBE_ARGUMENTS)
+        return self._calls(arguments, with_content=False) is None and self._calls(arguments) is not None
 
     def _calls(self, arguments: Any, with_content: bool = True) -> str | None:
         call = {**_call(arguments), "content": self._text("")} if with_content else _call(arguments)
@@ -105,14 +104,6 @@ class TemplateTraits:
 
     def _text(self, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.content_format == "openai" else text
-
-    def needs_content(self) -> bool:
-        """Whether the template fails on tool calls without content, but not with an empty one."""
-        if self._needs_content is None:
-            arguments: Any = PROBE_ARGUMENTS if self.takes_arguments()[0] else json.dumps(PROBE_ARGUMENTS)
-            without = self._calls(arguments, with_content=False)
-            self._needs_content = without is None and self._calls(arguments) is not None
-        return self._needs_content
 
 
 def _call(arguments: Any, call_id: str = PROBE_ID) -> dict[str, Any]:
@@ -144,7 +135,7 @@ def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Mark
         shown["content"] = [{"type": "text", "text": content}]
     if shown.get("tool_calls"):
         shown["tool_calls"] = _shown_calls(shown["tool_calls"], traits, f"{where}.tool_calls")
-        if "content" not in shown and traits.needs_content():
+        if "content" not in shown and traits.needs_content:
             shown["content"] = [] if traits.content_format == "openai" else ""
     if "tool_call_id" in shown:
         shown["tool_call_id"] = _shown_id(shown["tool_call_id"], traits)
@@ -185,7 +176,7 @@ def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
     nested = isinstance(function, Mapping)
     holder = function if isinstance(function, Mapping) else call
     arguments = holder.get("arguments")
-    objects, texts = traits.takes_arguments()
+    objects, texts = traits.takes_arguments
     if isinstance(arguments, str) and objects:
         place = f"{where}.function.arguments" if nested else f"{where}.arguments"
         holder = {**holder, "arguments": _read_arguments(arguments, place, keep=texts)}
@@ -200,7 +191,7 @@ def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
 
 def _shown_id(call_id: Any, traits: TemplateTraits) -> Any:
     """Return an id, or a short one made of it for templates that refuse others; equal ids stay equal."""
-    if not isinstance(call_id, str) or SHORT_ID.fullmatch(call_id) or not traits.needs_short_ids():
+    if not isinstance(call_id, str) or SHORT_ID.fullmatch(call_id) or not traits.needs_short_ids:
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
