@@ -17,8 +17,8 @@ from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
-from quire.simulate.executor import kv_spec
 from quire.step import BeamOutput
+from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle, names_of
 
@@ -205,5 +205,5 @@ def test_states_are_part_of_the_plan(folder: Path) -> None:
 def test_the_simulator_counts_the_blocks_that_the_model_has(folder: Path) -> None:
     info = load_model_info(folder)
     config = resolve_config(EngineConfig.from_kwargs(model=str(folder)), info)
-    spec, caching = kv_spec(config, info), info.raw["layer_types"].count("full_attention")
+    spec, caching = Footprint(config, info).spec, info.raw["layer_types"].count("full_attention")
     assert 0 < len(spec.layers) == caching < info.num_hidden_layers == caching + len(spec.states)

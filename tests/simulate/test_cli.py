@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from quire.cli import main as cli_main
@@ -70,7 +71,7 @@ def test_json_and_csv_agree(quire, tmp_path):
 
 
 def test_a_fitted_cost_model_is_read_and_other_types_are_pointed_out(quire, tmp_path, caplog):
-    write_json(tmp_path / "cost.json", made_up_cost().to_dict(), "save")
+    write_json(tmp_path / "cost.json", msgspec.to_builtins(made_up_cost()), "save")
     code, out, _ = quire(*LOAD, "--cost-model", str(tmp_path / "cost.json"), "--json")
     assert code == 0
     assert json.loads(out)["new_shapes"] > 0

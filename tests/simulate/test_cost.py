@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,9 +28,10 @@ from quire.simulate.cost import (
     token_weights,
 )
 from quire.simulate.driver import VirtualClock
-from quire.simulate.executor import SimulatedExecutor, kv_spec
+from quire.simulate.executor import SimulatedExecutor
 from quire.simulate.fit import Measured, fit_device, fit_host, nnls
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
+from quire.worker.footprint import Footprint
 
 
 def made_up_cost() -> FittedCost:
@@ -117,7 +119,7 @@ def test_times_between_knots_lie_on_a_line_and_grow_in_proportion_beyond():
 
 
 def test_a_cost_model_survives_its_file(tmp_path):
-    (tmp_path / "cost.json").write_text(json.dumps(made_up_cost().to_dict()))
+    (tmp_path / "cost.json").write_text(json.dumps(msgspec.to_builtins(made_up_cost())))
     assert load_cost(tmp_path / "cost.json") == made_up_cost()
 
 
@@ -137,7 +139,7 @@ def test_a_cost_model_survives_its_file(tmp_path):
 )
 def test_a_damaged_file_is_refused(tmp_path, change):
     path = tmp_path / "cost.json"
-    path.write_text(json.dumps(made_up_cost().to_dict() | change))
+    path.write_text(json.dumps(msgspec.to_builtins(made_up_cost()) | change))
     with pytest.raises(ConfigError) as caught:
         load_cost(path)
     assert caught.value.param == "cost_model" and str(path) in str(caught.value)
@@ -314,7 +316,9 @@ def test_sliding_windows_and_quantized_weights_are_counted_as_they_are_held(shap
     model = shapes(gemma | {"query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"})
     config = EngineConfig.from_kwargs(model=model, max_num_seqs=4)
     info = load_info(config)
-    executor = SimulatedExecutor(kv_spec(resolve_config(config, info), info), made_up_cost(), VirtualClock(), 2**30)
+    executor = SimulatedExecutor(
+        Footprint(resolve_config(config, info), info).spec, made_up_cost(), VirtualClock(), 2**30
+    )
     assert [layer.sliding_window for layer in executor.kv_cache_spec().layers] == [32, None, 32]
     wide, left = roofline_of(RATES, model=model, dtype="float32")
     narrow, more = roofline_of(RATES, model=model, dtype="float32", quantization="int8")

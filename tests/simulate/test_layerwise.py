@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config import EngineConfig
@@ -154,7 +155,7 @@ def test_copies_wait_for_nothing_and_nothing_is_beside_them() -> None:
 
 
 def test_a_measured_model_counts_what_is_streamed_as_blocks_that_are_moved() -> None:
-    cost = dataclasses.replace(made_up_cost(), moved_block=1e-3)
+    cost = msgspec.structs.replace(made_up_cost(), moved_block=1e-3)
     contents = StepContents(num_tokens=8, num_sequences=1, num_sampled=1)
     both = dataclasses.replace(contents, streamed=3.0, exchanged=1.5)
     assert cost.seconds(both) == pytest.approx(cost.seconds(contents) + 4.5e-3)

@@ -14,11 +14,12 @@ from quire.engine.resolve import load_info, resolve_config
 from quire.simulate.calibrate import measure
 from quire.simulate.contents import StepContents
 from quire.simulate.driver import VirtualClock
-from quire.simulate.executor import SimulatedExecutor, kv_spec
+from quire.simulate.executor import SimulatedExecutor
 from quire.simulate.report import as_csv, summarize, summarize_run, table
 from quire.simulate.run import RunHasher
 from quire.simulate.trace import Synthetic, TraceRequest, draw, read_trace
 from quire.simulate.waste import Buddies, WasteMeter, waste_report
+from quire.worker.footprint import Footprint
 from tests.meta.source import ENVIRONMENT
 from tests.simulate.conftest import PlainCost
 from tests.simulate.test_cost import made_up_cost
@@ -217,7 +218,7 @@ def test_calibration_finds_the_machine_it_runs_on():
 
     core = EngineCore(
         config,
-        executor=SimulatedExecutor(kv_spec(resolve_config(config, info), info), Machine(), clock, 2**40),
+        executor=SimulatedExecutor(Footprint(resolve_config(config, info), info).spec, Machine(), clock, 2**40),
         info=info,
     )
     found = measure(core, info, 0.5, clock=clock)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire import logs
 from quire.cli.flags import Command, flags_of
 from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, options_from
@@ -148,7 +150,7 @@ def _calibrate(options: SimulateOptions, config: EngineConfig) -> int:
     machine = f"{platform.machine()}, {platform.system()}"
     found = calibrate(config, seconds=options.calibrate_seconds, machine=machine)
     if options.save is not None:
-        write_json(options.save, found.cost.to_dict(), "save")
+        write_json(options.save, msgspec.to_builtins(found.cost), "save")
     print(calibration_table(found))
     return 0
 

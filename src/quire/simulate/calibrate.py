@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
@@ -374,7 +375,7 @@ def measure(
     loaded, host = measure_load(config, info, timed, limits, seconds * LOAD_SHARE, clock)
     memory = ready.num_blocks * core.executor.kv_cache_spec().block_bytes(ready.block_size, ready.max_model_len)
     found = fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
-    return replace(found, cost=replace(found.cost, moved_block=moved_block))
+    return replace(found, cost=msgspec.structs.replace(found.cost, moved_block=moved_block))
 
 
 def fit_cost(
@@ -410,7 +411,7 @@ def fit_cost(
     )
     device_scale = _ratio(loaded, cost.device_seconds)
     host_scale = _ratio(host, cost.host_seconds)
-    cost = replace(
+    cost = msgspec.structs.replace(
         cost,
         knot_seconds=tuple(value * device_scale for value in knot_seconds),
         device=tuple(value * device_scale for value in rates),
@@ -418,7 +419,7 @@ def fit_cost(
         host=tuple(value * host_scale for value in host_rates),
     )
     error = float(np.median([abs(cost.device_seconds(step.contents) / step.seconds - 1) for step in steps]))
-    return Calibration(replace(cost, error=error), steps, list(host))
+    return Calibration(msgspec.structs.replace(cost, error=error), steps, list(host))
 
 
 def _ratio(steps: Sequence[Measured], predict: Callable[[StepContents], float]) -> float:

@@ -8,20 +8,22 @@ there.
 
 from __future__ import annotations
 
-import json
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.errors import ConfigError, echo
+from quire.errors import ConfigError
 from quire.kernels.meta import Work
 from quire.simulate.contents import StepContents
-from quire.step import DTYPE_BYTES, KVCacheSpec
+from quire.simulate.trace import parse_values
+from quire.step import DTYPE_BYTES
 from quire.worker.footprint import Footprint, StepWork
 
 FORMAT = "quire-cost-model-1"
@@ -68,8 +70,10 @@ def token_weights(num_tokens: int, knots: Sequence[int]) -> list[float]:
     return weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedCost:
+NonNegative = Annotated[float, Meta(ge=0)]
+
+
+class FittedCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="format", tag=FORMAT):
     """Seconds as measured on one machine with one model.
 
     Attributes:
@@ -86,16 +90,16 @@ class FittedCost:
     machine: str
     dtype: str
     kv_dtype: str
-    knots: tuple[int, ...]
-    knot_seconds: tuple[float, ...]
-    device: tuple[float, ...]
-    host_base: float
-    host: tuple[float, ...]
-    num_shapes: int = 0
-    memory: int = 0
-    moved_block: float = 0.0
-    disk_block: float = 0.0
-    error: float = 0.0
+    knots: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)]
+    knot_seconds: tuple[NonNegative, ...]
+    device: tuple[NonNegative, ...]
+    host_base: NonNegative
+    host: tuple[NonNegative, ...]
+    num_shapes: Annotated[int, Meta(ge=0)] = 0
+    memory: Annotated[int, Meta(ge=1)] = 1
+    moved_block: NonNegative = 0.0
+    disk_block: NonNegative = 0.0
+    error: NonNegative = 0.0
 
     def device_seconds(self, contents: StepContents) -> float:
         """Return the seconds of `Executor.execute`."""
@@ -119,35 +123,23 @@ class FittedCost:
         moved += contents.num_disk_blocks * self.disk_block
         return self.device_seconds(contents) + self.host_seconds(contents) + moved
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the model as `load_cost` reads it from JSON."""
-        return {"format": FORMAT, **asdict(self)}
-
 
 def load_cost(path: Path) -> FittedCost:
-    """Read what `FittedCost.save` wrote. Raises `ConfigError` naming the file and the field."""
+    """Read a model from JSON, as `msgspec.to_builtins` makes it. Raises `ConfigError` naming the file and the field."""
     try:
-        data = json.loads(path.expanduser().read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        model = msgspec.json.decode(path.expanduser().read_bytes(), type=FittedCost)
+    except OSError as error:
         raise ConfigError(f"cost_model: cannot read {str(path)!r}: {error}", param="cost_model") from None
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise ConfigError(f"cost_model: {str(path)!r} is no cost model of this version", param="cost_model")
-    try:
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
-        model = FittedCost(**values)
-    except TypeError as error:
-        raise ConfigError(f"cost_model: {path}: {error}", param="cost_model") from None
-    lengths = (
-        (len(model.knots), len(model.knot_seconds)),
-        (len(model.device), len(DEVICE_FEATURES)),
-        (len(model.host), len(HOST_FEATURES)),
-    )
-    numbers = (*model.knots, *model.knot_seconds, *model.device, *model.host, model.host_base, model.moved_block)
-    sound = all(isinstance(value, int | float) and 0 <= value < math.inf for value in (*numbers, model.disk_block))
-    if not sound or not model.knots or any(have != expected for have, expected in lengths):
-        raise ConfigError(f"cost_model: {path}: times must be numbers >= 0, one for each feature", param="cost_model")
-    if list(model.knots) != sorted(set(model.knots)) or model.knots[0] < 1 or not any(model.knot_seconds):
-        raise ConfigError(f"cost_model: {path}: knots must rise from 1 or more and cost something", param="cost_model")
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"cost_model: {str(path)!r} is no cost model of this version: {error}", param="cost_model"
+        ) from None
+    lengths = {"knot_seconds": len(model.knots), "device": len(DEVICE_FEATURES), "host": len(HOST_FEATURES)}
+    for name, length in lengths.items():
+        if len(getattr(model, name)) != length:
+            raise ConfigError(f"cost_model: {path}: {name} must have {length} times", param="cost_model")
+    if list(model.knots) != sorted(set(model.knots)) or not any(model.knot_seconds):
+        raise ConfigError(f"cost_model: {path}: knots must rise and cost something", param="cost_model")
     return model
 
 
@@ -214,24 +206,28 @@ class RooflineCost:
 
 
 ROOFLINE = "roofline:"
-_RATES = {  # name -> (unit in SI, default)
-    "bandwidth": (1e9, None),
-    "gflops": (1e9, None),
-    "memory": (2**30, None),
-    "overhead": (1e-6, 0.0),
-    "host": (1e-6, 2.0),
-    "link": (1e9, 25.0),
-    "disk": (1e9, 2.0),
-    "params": (1e9, 0.0),
-}
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class _Roofline(msgspec.Struct, forbid_unknown_fields=True):
+    """The names in "roofline:...", in the units that `parse_roofline` tells."""
+
+    bandwidth: Positive
+    gflops: Positive
+    memory: Positive
+    overhead: NonNegative = 0.0
+    host: NonNegative = 2.0
+    link: Positive = 25.0
+    disk: Positive = 2.0
+    params: NonNegative = 0.0
 
 
 def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[RooflineCost, int]:
     """Read "roofline:bandwidth=100,gflops=2000,memory=16"; return the model and the bytes left for the KV cache.
 
     bandwidth, link and disk in GB/s, gflops in GFLOP/s, memory in GiB, overhead (per step) and host (per sequence of a
-    step) in us. `link` is between device and host. params, in billions, has a model of so many weights in its place,
-    every one of which every token sees.
+    step) in us. `link` is between device and host. With `params`, in billions, the weights are those of a dense model
+    of that size instead.
 
     Args:
         config: resolved.
@@ -239,31 +235,17 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
     Raises:
         ConfigError: names what is missing or wrong, or the weights do not fit the memory.
     """
-    values: dict[str, float] = {}
-    for pair in filter(None, text.removeprefix(ROOFLINE).split(",")):
-        name, _, number = pair.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if name not in _RATES or name in values or not 0 <= value < math.inf:
-            allowed = ", ".join(_RATES)
-            raise ConfigError(f"cost_model: {echo(pair)}: NAME=NUMBER with one each of {allowed}", param="cost_model")
-        values[name] = value * _RATES[name][0]
-    for name, (unit, default) in _RATES.items():
-        if name not in values and default is not None:
-            values[name] = default * unit
-        if not values.get(name) and (default is None or name in ("link", "disk")):
-            raise ConfigError(f"cost_model: {ROOFLINE} needs {name}=NUMBER above 0", param="cost_model")
+    rates = parse_values(text.removeprefix(ROOFLINE), _Roofline, "cost_model")
     footprint = Footprint(config, info)
-    params = int(values["params"])
+    spec = footprint.spec
+    params = int(rates.params * 1e9)
     weights = params * DTYPE_BYTES[config.model.dtype] or footprint.weights
-    states = config.scheduler.max_num_seqs * footprint.spec.state_bytes
-    left = int(values["memory"]) - weights - states
+    states = config.scheduler.max_num_seqs * spec.state_bytes
+    left = int(rates.memory * 2**30) - weights - states
     if left <= 0:
         beside = f" and the states of sequences {states / 2**30:.2f}" if states else ""
         raise ConfigError(
-            f"cost_model: the weights take {weights / 2**30:.2f} GiB{beside}, memory is {values['memory'] / 2**30:g}",
+            f"cost_model: the weights take {weights / 2**30:.2f} GiB{beside}, memory is {rates.memory:g}",
             param="cost_model",
         )
     work = footprint.work(config.cache.block_size)
@@ -271,25 +253,23 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
         head = info.vocab_size * info.hidden_size
         token, sample = Work(weights, 2.0 * max(params - head, 0)), Work(0, 2.0 * head)
         work = StepWork(token, sample, work.pair_flops)
-    return _roofline(values, config, footprint.spec, work), left
-
-
-def _roofline(values: dict[str, float], config: EngineConfig, spec: KVCacheSpec, work: StepWork) -> RooflineCost:
     assert config.model.max_model_len is not None, "resolved"
-    return RooflineCost(
-        bandwidth=values["bandwidth"],
-        flops=values["gflops"],
-        overhead=values["overhead"],
-        host=values["host"],
-        link=values["link"],
-        disk=values["disk"],
+    num_layers = max(1, len(spec.layers))
+    cost = RooflineCost(
+        bandwidth=rates.bandwidth * 1e9,
+        flops=rates.gflops * 1e9,
+        overhead=rates.overhead * 1e-6,
+        host=rates.host * 1e-6,
+        link=rates.link * 1e9,
+        disk=rates.disk * 1e9,
         work=work,
         token_kv_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
         block_bytes=spec.block_bytes(config.cache.block_size, config.model.max_model_len),
         state_bytes=spec.state_bytes,
-        num_layers=max(1, len(spec.layers)),
-        num_resident=config.cache.kv_resident_layers or max(1, len(spec.layers)),
+        num_layers=num_layers,
+        num_resident=config.cache.kv_resident_layers or num_layers,
     )
+    return cost, left
 
 
 def fits(cost: FittedCost, dtype: str, kv_dtype: str) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class WallClock:
 MAX_IDLE_STEPS = 1000  # steps on end that compute nothing, let no time pass and end nothing
 
 
+@dataclass(slots=True)
 class Record:
     """What happened to one request. Times in seconds of the replay, None if it did not come to that.
 
@@ -76,28 +77,15 @@ class Record:
         num_generated: tokens. num_cached: prompt tokens that were not computed. error: why it failed, or None.
     """
 
-    __slots__ = (
-        "error",
-        "finish",
-        "first_scheduled",
-        "first_token",
-        "num_cached",
-        "num_generated",
-        "num_preemptions",
-        "request",
-        "second_token",
-    )
-
-    def __init__(self, request: TraceRequest) -> None:
-        self.request = request
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.second_token: float | None = None
-        self.finish: float | None = None
-        self.num_generated = 0
-        self.num_cached = 0
-        self.num_preemptions = 0
-        self.error: str | None = None
+    request: TraceRequest
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    second_token: float | None = None
+    finish: float | None = None
+    num_generated: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
 
     @property
     def ttft(self) -> float | None:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.checkpoint.hf_config import ModelInfo
-from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
 from quire.simulate.driver import VirtualClock
 from quire.simulate.trace import OWN_TOKENS
 from quire.step import Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
-from quire.worker.footprint import Footprint
 
 SAMPLED_TOKENS = 3 * 2**30  # ids from here on are sampled ones: no prompt has them
 assert SAMPLED_TOKENS > OWN_TOKENS
 
 Observer = Callable[[SchedulerOutput, StepContents, float], None]
-
-
-def kv_spec(config: EngineConfig, info: ModelInfo) -> KVCacheSpec:
-    """Return what the model's own layers say that they keep of sequences, without loading it; `config` is resolved."""
-    return Footprint(config, info).spec
 
 
 class SimulatedExecutor(Executor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +14,21 @@ from quire.simulate.run import SimulatedRun
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "second", "tpot", "e2e")
-COLUMNS = (
-    "number",
-    "tenant",
-    "priority",
-    "prompt_tokens",
-    "output_tokens",
-    "arrival",
-    "first_scheduled",
-    "first_token",
-    "finish",
-    "generated",
-    "cached",
-    "preemptions",
-    "error",
-)
+COLUMNS: dict[str, Callable[[Record], Any]] = {
+    "number": lambda record: record.request.number,
+    "tenant": lambda record: record.request.tenant,
+    "priority": lambda record: record.request.priority,
+    "prompt_tokens": lambda record: record.request.num_prompt_tokens,
+    "output_tokens": lambda record: record.request.num_output_tokens,
+    "arrival": lambda record: record.request.arrival,
+    "first_scheduled": lambda record: record.first_scheduled,
+    "first_token": lambda record: record.first_token,
+    "finish": lambda record: record.finish,
+    "generated": lambda record: record.num_generated,
+    "cached": lambda record: record.num_cached,
+    "preemptions": lambda record: record.num_preemptions,
+    "error": lambda record: record.error,
+}
 
 
 def summarize(log: RunLog, *, slo_ttft: float | None = None, slo_tpot: float | None = None) -> dict[str, Any]:
@@ -186,20 +186,6 @@ def as_csv(records: Sequence[Record]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for record in records:
-        request = record.request
-        times = (request.arrival, record.first_scheduled, record.first_token, record.finish)
-        writer.writerow(
-            [
-                request.number,
-                request.tenant,
-                request.priority,
-                request.num_prompt_tokens,
-                request.num_output_tokens,
-                *("" if when is None else f"{when:.6f}" for when in times),
-                record.num_generated,
-                record.num_cached,
-                record.num_preemptions,
-                record.error or "",
-            ]
-        )
+        cells = (value(record) for value in COLUMNS.values())
+        writer.writerow([f"{cell:.6f}" if isinstance(cell, float) else cell for cell in cells])
     return text.getvalue()

@@ -13,13 +13,13 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.layerwise import layer_split
 from quire.engine.resolve import resolve_config
-from quire.errors import ConfigError
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
 from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
 from quire.simulate.driver import RunLog, VirtualClock, drive
-from quire.simulate.executor import Observer, SimulatedExecutor, kv_spec
+from quire.simulate.executor import Observer, SimulatedExecutor
 from quire.simulate.trace import TraceRequest
 from quire.simulate.waste import WasteMeter
+from quire.worker.footprint import Footprint
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,6 @@ def make_cost(spec: str, config: EngineConfig, info: ModelInfo) -> tuple[CostMod
     cost = load_cost(Path(spec))
     for name, (measured, simulated) in fits(cost, dtype, kv_dtype).items():
         logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
-    if not isinstance(cost.memory, int) or cost.memory <= 0:
-        raise ConfigError(f"cost_model: {spec}: memory must be an integer above 0", param="cost_model")
     return cost, cost.memory
 
 
@@ -102,7 +100,7 @@ def simulate(
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         memory = UNLIMITED
     resolved = resolve_config(config, info)
-    spec = kv_spec(resolved, info)
+    spec = Footprint(resolved, info).spec
     split = layer_split(resolved, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
     num_disk_blocks = cache.kv_disk_space // block_bytes

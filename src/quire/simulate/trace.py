@@ -10,21 +10,21 @@ Two kinds of JSON lines are read, told apart by their keys:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from quire.errors import ConfigError, echo
 
 MOONCAKE_BLOCK = 512
 OWN_TOKENS = 2**31  # ids from here on belong to one request each; smaller ones to parts that requests share
 MAX_LENGTH = 2**24  # tokens, of a prompt or an output
-MAX_REQUESTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,12 @@ def read_trace(path: str, *, time_scale: float = 1.0, limit: int | None = None) 
             for number, line in enumerate(lines, 1):
                 if limit is not None and len(requests) >= limit:
                     break
-                if line.strip():
-                    requests.append(_parse(line, f"{path}: line {number}", len(requests), time_scale, names))
+                if not line.strip():
+                    continue
+                try:
+                    requests.append(_parse(line, len(requests), time_scale, names))
+                except msgspec.MsgspecError as error:
+                    raise ConfigError(f"{path}: line {number}: {error}", param="trace") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace: cannot read {path!r}: {error}", param="trace") from None
     if not requests:
@@ -97,85 +101,70 @@ def read_trace(path: str, *, time_scale: float = 1.0, limit: int | None = None) 
     return sorted(requests, key=lambda request: (request.arrival, request.number))
 
 
-def _parse(line: str, where: str, number: int, time_scale: float, names: dict[str, int]) -> TraceRequest:
+Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)]
+Seconds = Annotated[float, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+
+
+class _Line(msgspec.Struct):
+    """A line of our own kind."""
+
+    arrival: Seconds
+    prompt_tokens: Length
+    output_tokens: Length
+    prefix: list[tuple[Any, Length]] = []
+    priority: Priority = 0
+    tenant: str = ""
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: Seconds
+    input_length: Length
+    output_length: Annotated[int, Meta(ge=0, le=MAX_LENGTH)]
+    hash_ids: list[Annotated[int, Meta(ge=0, lt=OWN_TOKENS)]] = []
+
+
+def _parse(text: str, number: int, time_scale: float, names: dict[str, int]) -> TraceRequest:
+    """Read one line; `names` numbers the names of shared parts. Raises `msgspec.MsgspecError`."""
+    item = msgspec.json.decode(text)
+    if isinstance(item, dict) and ("hash_ids" in item or "timestamp" in item):
+        found = msgspec.convert(item, _MooncakeLine)
+        length = found.input_length
+        blocks = zip(found.hash_ids, range(length, 0, -MOONCAKE_BLOCK))
+        prefix = tuple((name, min(MOONCAKE_BLOCK, left)) for name, left in blocks)
+        return TraceRequest(number, found.timestamp / 1e3 * time_scale, length, max(1, found.output_length), prefix)
+    line = msgspec.convert(item, _Line)
+    prefix = tuple((names.setdefault(str(name), len(names)), count) for name, count in line.prefix)
+    if sum(count for _, count in prefix) > line.prompt_tokens:
+        raise msgspec.ValidationError(f"prefix is longer than prompt_tokens, {line.prompt_tokens}")
+    return TraceRequest(
+        number, line.arrival * time_scale, line.prompt_tokens, line.output_tokens, prefix, line.priority, line.tenant
+    )
+
+
+Values = TypeVar("Values", bound=msgspec.Struct)
+
+
+def parse_values(text: str, struct: type[Values], param: str, /, **given: Any) -> Values:
+    """Read "name=value,name=value" as the fields of a struct, beside those that are `given`.
+
+    Raises:
+        ConfigError: naming `param`, for a name that is unknown, repeated or missing, or a bad value.
+    """
+    values = dict(given)
+    for pair in filter(None, text.split(",")):
+        name, _, value = pair.partition("=")
+        if name in values:
+            raise ConfigError(f"{param}: {echo(pair)}: {name} stands there twice", param=param)
+        values[name] = value
     try:
-        item = json.loads(line)
-    except ValueError:
-        item = None
-    if not isinstance(item, dict):
-        raise ConfigError(f"{where}: must be a JSON object", param="trace")
-    if "hash_ids" in item or "timestamp" in item:
-        return _parse_mooncake(item, where, number, time_scale)
-    prompt = _integer(item, "prompt_tokens", where)
-    prefix = _prefix(item.get("prefix", []), prompt, where, names)
-    return TraceRequest(
-        number=number,
-        arrival=_seconds(item, "arrival", where) * time_scale,
-        num_prompt_tokens=prompt,
-        num_output_tokens=_integer(item, "output_tokens", where),
-        prefix=prefix,
-        priority=_integer(item, "priority", where, low=-(2**31), default=0),
-        tenant=_text(item, "tenant", where),
-    )
+        return msgspec.convert(values, struct, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(name for name in struct.__struct_fields__ if name not in given)
+        raise ConfigError(f"{param}: {echo(text)}: {error}; known are {known}", param=param) from None
 
 
-def _parse_mooncake(item: dict[str, Any], where: str, number: int, time_scale: float) -> TraceRequest:
-    prompt = _integer(item, "input_length", where)
-    hash_ids = item.get("hash_ids", [])
-    if not isinstance(hash_ids, list) or not all(type(name) is int and 0 <= name < OWN_TOKENS for name in hash_ids):
-        raise ConfigError(f"{where}: hash_ids must be a list of integers from 0 to 2^31 - 1", param="trace")
-    prefix = []
-    left = prompt
-    for name in hash_ids:
-        if left > 0:
-            prefix.append((name, min(MOONCAKE_BLOCK, left)))
-        left -= MOONCAKE_BLOCK
-    return TraceRequest(
-        number=number,
-        arrival=_seconds(item, "timestamp", where) / 1e3 * time_scale,
-        num_prompt_tokens=prompt,
-        num_output_tokens=max(1, _integer(item, "output_length", where, low=0)),
-        prefix=tuple(prefix),
-    )
-
-
-def _prefix(parts: Any, prompt: int, where: str, names: dict[str, int]) -> tuple[tuple[int, int], ...]:
-    problem = ConfigError(f"{where}: prefix must be a list of [name, tokens], tokens at least 1", param="trace")
-    if not isinstance(parts, list):
-        raise problem
-    found = []
-    for part in parts:
-        if not isinstance(part, list) or len(part) != 2 or type(part[1]) is not int or not 1 <= part[1] <= MAX_LENGTH:
-            raise problem
-        found.append((names.setdefault(str(part[0]), len(names)), part[1]))
-    if sum(count for _, count in found) > prompt:
-        raise ConfigError(f"{where}: prefix is longer than prompt_tokens, {prompt}", param="trace")
-    return tuple(found)
-
-
-def _integer(item: dict[str, Any], key: str, where: str, low: int = 1, default: int | None = None) -> int:
-    value = item.get(key, default)
-    if type(value) is not int or not low <= value <= MAX_LENGTH:
-        raise ConfigError(f"{where}: {key} must be an integer >= {low}, got {echo(value)}", param="trace")
-    return int(value)
-
-
-def _seconds(item: dict[str, Any], key: str, where: str) -> float:
-    value: Any = item.get(key)
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ConfigError(f"{where}: {key} must be a number >= 0, got {echo(value)}", param="trace")
-    return float(value)
-
-
-def _text(item: dict[str, Any], key: str, where: str) -> str:
-    value = item.get(key, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {key} must be a text, got {echo(value)}", param="trace")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class Synthetic:
+class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A load to draw, as `parse_synthetic` reads it.
 
     Attributes:
@@ -186,65 +175,29 @@ class Synthetic:
         priority, tenant: of all its requests. seed: of everything drawn.
     """
 
-    kind: str
-    rate: float = 1.0
-    num: int = 100
-    start: float = 0.0
-    prompt: int = 512
-    output: int = 128
-    spread: float = 0.0
-    prefix: int = 0
-    groups: int = 1
-    priority: int = 0
+    kind: Literal["poisson", "uniform", "burst"]
+    rate: Annotated[float, Meta(ge=1e-9, le=1e9)] = 1.0
+    num: Annotated[int, Meta(ge=1, le=2**24)] = 100
+    start: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    prompt: Length = 512
+    output: Length = 128
+    spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    prefix: Annotated[int, Meta(ge=0, le=MAX_LENGTH)] = 0
+    groups: Annotated[int, Meta(ge=1, le=2**20)] = 1
+    priority: Priority = 0
     tenant: str = ""
-    seed: int = 0
-
-
-KINDS = ("poisson", "uniform", "burst")
-_BOUNDS: dict[str, tuple[type, float, float]] = {
-    "rate": (float, 1e-9, 1e9),
-    "num": (int, 1, MAX_REQUESTS),
-    "start": (float, 0, 1e12),
-    "prompt": (int, 1, MAX_LENGTH),
-    "output": (int, 1, MAX_LENGTH),
-    "spread": (float, 0, 1),
-    "prefix": (int, 0, MAX_LENGTH),
-    "groups": (int, 1, 2**20),
-    "priority": (int, -(2**31), 2**31),
-    "seed": (int, 0, 2**62),
-}
+    seed: Annotated[int, Meta(ge=0, le=2**62)] = 0
 
 
 def parse_synthetic(text: str) -> Synthetic:
     """Read a load such as "poisson:rate=4,num=1000,prompt=512,output=128". Raises `ConfigError`."""
     kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        raise ConfigError(f"synthetic: {echo(text)} must begin with one of {', '.join(KINDS)}", param="synthetic")
-    values: dict[str, Any] = {"kind": kind}
-    for pair in filter(None, rest.split(",")):
-        name, _, value = pair.partition("=")
-        if name in values or (name != "tenant" and name not in _BOUNDS):
-            allowed = ", ".join([*_BOUNDS, "tenant"])
-            raise ConfigError(f"synthetic: {echo(pair)}: NAME=VALUE with one each of {allowed}", param="synthetic")
-        values[name] = value if name == "tenant" else _number(name, value)
-    load = Synthetic(**values)
+    load = parse_values(rest, Synthetic, "synthetic", kind=kind)
     if load.prefix > _shortest(load.prompt, load.spread):
         raise ConfigError(
             f"synthetic: prefix={load.prefix} is longer than the shortest prompt of {echo(text)}", param="synthetic"
         )
     return load
-
-
-def _number(name: str, text: str) -> int | float:
-    kind, low, high = _BOUNDS[name]
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"synthetic: {name}={text} must be {what} from {low:g} to {high:g}", param="synthetic")
-    return value  # type: ignore[no-any-return]
 
 
 def draw(loads: Sequence[Synthetic]) -> list[TraceRequest]:
