@@ -71,8 +71,8 @@ def test_two_mappings_of_one_descriptor_see_the_same_and_it_has_no_name() -> Non
     theirs = Heartbeat(fd)
     assert os.fstat(fd).st_nlink == 0
     os.close(fd)
-    theirs.work(12.5, 8.0, 7)
-    theirs.name(["a", "b"])
+    theirs.begin(12.5, 8.0, 7)
+    theirs.set_request_ids(["a", "b"])
     assert ours.read() == (12.5, 12.5, 8.0, 7)
     assert ours.request_ids() == ["a", "b"]
     theirs.close()
@@ -83,22 +83,22 @@ def test_two_mappings_of_one_descriptor_see_the_same_and_it_has_no_name() -> Non
 def test_names_are_any_texts_and_the_last_ones_count(first: list[str], second: list[str]) -> None:
     fd, memory = create_heartbeat()
     os.close(fd)
-    memory.name(first)
-    memory.name(second)
+    memory.set_request_ids(first)
+    memory.set_request_ids(second)
     assert memory.request_ids() == second
     memory.close()
 
 
 def test_of_too_many_names_some_are_kept(memory: Heartbeat) -> None:
     names = [f"request-{number}" for number in range(50_000)]
-    memory.name(names)
+    memory.set_request_ids(names)
     kept = memory.request_ids()
     assert len(kept) > 1000
     assert kept == names[: len(kept)]
 
 
 def test_names_half_written_are_not_seen(memory: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.name(["old"])
+    memory.set_request_ids(["old"])
     numbers = memory._numbers
 
     class Dying:
@@ -115,12 +115,12 @@ def test_names_half_written_are_not_seen(memory: Heartbeat, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_numbers", Dying())
         with pytest.raises(KeyboardInterrupt):
-            memory.name(["new"])
+            memory.set_request_ids(["new"])
     assert memory.request_ids() == ["old"]
 
 
 def test_memory_full_of_nonsense_names_nobody(memory: Heartbeat) -> None:
-    memory.name(["a"])
+    memory.set_request_ids(["a"])
     for nonsense in (b"\xff" * 4096, b"cos\nsystem\n(S'x'\ntR." * 100):
         memory._bytes[: len(nonsense)] = nonsense
         assert memory.request_ids() == []
@@ -184,7 +184,7 @@ def test_an_idle_engine_is_never_stalled(memory: Heartbeat) -> None:
     observer.idle()
     for _ in range(3600):
         clock.now += 1.0
-        observer.waiting()
+        observer.wait()
         assert watch.stalled_for() == 0.0
     for _ in range(20):  # now it is stopped
         clock.now += 1.0
@@ -197,14 +197,14 @@ def test_a_step_is_stalled_after_its_allowance_and_no_more_when_it_ends(memory: 
     observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
 
     def step(seconds: float) -> list[float]:
-        observer.stepping()
-        observer.planned(["a"], lambda: ["a"], 64, known=True)
+        observer.begin_step()
+        observer.begin_plans(["a"], lambda: ["a"], 64, known=True)
         seen = []
         while seconds > 0:
             clock.now += min(1.0, seconds)
             seconds -= 1.0
             seen.append(watch.stalled_for())
-        observer.stepped()
+        observer.end_work()
         seen.append(watch.stalled_for())
         return seen
 
@@ -221,11 +221,11 @@ def test_a_wait_for_the_disk_is_not_judged_by_tokens(memory: Heartbeat) -> None:
     timeouts = StepTimeouts()
     timeouts.note(0, 0.001)
     observer, watch = HeartbeatWriter(memory, timeouts, clock), StallDetector(memory, clock)
-    observer.planned([], list, 0, known=False)
+    observer.begin_plans([], list, 0, known=False)
     for _ in range(50):
         clock.now += 2.0
         assert watch.stalled_for() == 0.0
-    observer.stepped()
+    observer.end_work()
     assert timeouts.seconds(0) == MIN_TIMEOUT, "nothing was learnt from it"
 
 
@@ -234,11 +234,11 @@ def test_messages_have_their_time_too(memory: Heartbeat) -> None:
     observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
 
     def stalled_after(message: ToEngine, seconds: float) -> float:
-        observer.applying(message)
+        observer.begin_message(message)
         for _ in range(int(seconds)):
             clock.now += 1.0
             stalled = watch.stalled_for()
-        observer.applied()
+        observer.end_work()
         assert watch.stalled_for() == 0.0
         return stalled
 
@@ -258,7 +258,7 @@ def test_time_in_which_nobody_looked_counts_for_two_seconds(memory: Heartbeat) -
     assert watch.stalled_for() == 0.0
     clock.now += 1.0
     assert watch.stalled_for() == 1.0, "2 + 1 + 1 seconds of silence"
-    observer.waiting()
+    observer.wait()
     assert watch.stalled_for() == 0.0
 
 
@@ -266,7 +266,7 @@ def test_an_engine_that_ends_is_not_stalled(memory: Heartbeat) -> None:
     clock = Time()
     observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
     observer.idle()
-    observer.end()
+    observer.stop()
     clock.now += 100.0
     assert watch.stalled_for() == 0.0
 
@@ -274,7 +274,7 @@ def test_an_engine_that_ends_is_not_stalled(memory: Heartbeat) -> None:
 def test_what_it_does_is_described_for_a_log(memory: Heartbeat) -> None:
     clock = Time()
     observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
-    observer.planned(["x"], lambda: [f"r{number}" for number in range(100)], 7, known=True)
+    observer.begin_plans(["x"], lambda: [f"r{number}" for number in range(100)], 7, known=True)
     clock.now += 1.5
     told = watch.describe()
     assert (told["doing"], told["seconds"], told["num_tokens"], told["num_requests"]) == ("a step", 1.5, 7, 100)

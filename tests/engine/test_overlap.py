@@ -171,7 +171,7 @@ def test_all_that_may_be_to_blame_are_named_before_they_are_waited_for(make_core
     class Observer(LoopObserver):
         named: list[tuple[list[str], int]] = []
 
-        def planned(self, names, resolve, num_tokens, *, known) -> None:  # type: ignore[no-untyped-def]
+        def begin_plans(self, names, resolve, num_tokens, *, known) -> None:  # type: ignore[no-untyped-def]
             self.named.append((sorted(resolve()), num_tokens))
 
     core = make_core()

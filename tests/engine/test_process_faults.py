@@ -379,7 +379,7 @@ def test_memory_without_a_name_is_had_without_memfd_too(monkeypatch: pytest.Monk
     fd, memory = heartbeat.create_heartbeat()
     try:
         assert os.fstat(fd).st_nlink == 0
-        memory.name(["a"])
+        memory.set_request_ids(["a"])
         assert heartbeat.Heartbeat(fd).request_ids() == ["a"]
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
-"""The heartbeat of an engine, in a small piece of shared memory that its front reads without its help.
+"""The heartbeat of an engine: shared memory in which it says what it works on, and how long that may take.
 
-The engine's loop writes with plain stores (`HeartbeatWriter`): the time of its last progress, the timeout of what it
-does next, and the requests it is working on, *before* it does so. So a front detects an engine that is stuck
-(`StallDetector`), and knows after a death which requests were being worked on. Neither side ever waits for the other.
+The engine's loop writes before each piece of work (`HeartbeatWriter`): the time, the timeout of the work, and the
+requests that it concerns. The parent process reads without the engine's help. So it finds an engine that is stuck
+(`StallDetector`), and knows after a death which requests may have caused it. The two never wait for each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 
-MIN_TIMEOUT = 3.0  # of anything
+MIN_TIMEOUT = 3.0  # of anything [s]
 UNKNOWN_TIMEOUT = 120.0  # of a step if none of similar size was measured
 CALL_TIMEOUT = 600.0  # of an operation, such as waking a model
 TIMEOUT_FACTOR = 20.0  # over the slowest step of a size so far
@@ -27,7 +27,7 @@ DECAY = 0.01  # of the slowest step of a size, with each later one: one outlier 
 MAX_LOGGED = 20  # ids
 MAX_POLL_SECONDS = 2.0  # of the time between two reads, so much counts
 
-_BEAT, _BEGAN, _ALLOWED, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
+_BEAT, _BEGAN, _TIMEOUT, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
 _HEAD = 128  # bytes
 _SLOT_BYTES = 1 << 17
 _SECOND = 1_000_000_000
@@ -58,25 +58,25 @@ class Heartbeat:
         """Record progress at `now` (monotonic seconds, the same in all processes)."""
         self._numbers[_BEAT] = int(now * _SECOND)
 
-    def work(self, now: float, seconds: float, num_tokens: int) -> None:
-        """Record that work begins, with its timeout in seconds; `num_tokens` of a step, otherwise 0."""
+    def begin(self, now: float, timeout: float, num_tokens: int = 0) -> None:
+        """Record that work begins, with its timeout in seconds and, of a step, its tokens."""
         numbers = self._numbers
-        numbers[_ALLOWED] = int(seconds * _SECOND)
+        numbers[_TIMEOUT] = int(timeout * _SECOND)
         numbers[_TOKENS] = num_tokens
         numbers[_BEAT] = numbers[_BEGAN] = int(now * _SECOND)
 
-    def rest(self, now: float) -> None:
-        """Record that work has ended."""
+    def end(self, now: float) -> None:
+        """Record that the work has ended."""
         numbers = self._numbers
         numbers[_BEAT] = int(now * _SECOND)
         numbers[_BEGAN] = 0
-        numbers[_ALLOWED] = int(MIN_TIMEOUT * _SECOND)
+        numbers[_TIMEOUT] = int(MIN_TIMEOUT * _SECOND)
 
-    def end(self) -> None:
-        """Record that the heartbeat ends in order."""
+    def stop(self) -> None:
+        """Record that the engine ends in order: there will be no more beats."""
         self._numbers[_BEAT] = 0
 
-    def name(self, request_ids: list[str]) -> None:
+    def set_request_ids(self, request_ids: list[str]) -> None:
         """Record the requests that are worked on; as many as there is room for."""
         data = msgspec.msgpack.encode(request_ids)
         while len(data) > _SLOT_BYTES:
@@ -89,17 +89,12 @@ class Heartbeat:
         self._numbers[_SLOT] = slot  # from here on the new ones are valid
 
     def read(self) -> tuple[float, float, float, int]:
-        """Return the times of the last beat (0: none yet) and of the start of work (0: idle), its timeout, and tokens.
+        """Return the times of the last beat (0: none) and of the beginning of work (0: idle), its timeout, its tokens.
 
-        All in monotonic seconds.
+        Times are monotonic seconds.
         """
-        numbers = self._numbers
-        return (
-            numbers[_BEAT] / _SECOND,
-            numbers[_BEGAN] / _SECOND,
-            numbers[_ALLOWED] / _SECOND,
-            numbers[_TOKENS],
-        )
+        beat, began, timeout, num_tokens = self._numbers[: _TOKENS + 1].tolist()
+        return beat / _SECOND, began / _SECOND, timeout / _SECOND, num_tokens
 
     def request_ids(self) -> list[str]:
         """Return the requests that are worked on, or were when the engine ended."""
@@ -119,7 +114,7 @@ class Heartbeat:
 
 
 def create_heartbeat() -> tuple[int, Heartbeat]:
-    """Return a new heartbeat, and a descriptor by which a child can have it, too; the caller closes it."""
+    """Return a descriptor by which a child maps a new heartbeat, to be closed by the caller, and the heartbeat."""
     fd = anonymous_file("quire-heartbeat")
     try:
         os.ftruncate(fd, _HEAD + 2 * _SLOT_BYTES)
@@ -130,19 +125,14 @@ def create_heartbeat() -> tuple[int, Heartbeat]:
 
 
 class StepTimeouts:
-    """The timeout of a step, by its number of tokens and the durations of others.
+    """The timeout of a step, by its number of tokens and the durations of earlier steps.
 
     Sizes are grouped by powers of two. The timeout is 20 times the slowest step of the size so far; without any, that
     of the nearest smaller size, scaled up; without any of those, two minutes. It is at least three seconds: machines
     are busy, and pages come from disk.
     """
 
-    def __init__(
-        self, least: float = MIN_TIMEOUT, unknown: float = UNKNOWN_TIMEOUT, slower: float = TIMEOUT_FACTOR
-    ) -> None:
-        self._least = least
-        self._unknown = unknown
-        self._slower = slower
+    def __init__(self) -> None:
         self._slowest: dict[int, float] = {}  # seconds, by the bits of the number of tokens
 
     def seconds(self, num_tokens: int) -> float:
@@ -151,8 +141,8 @@ class StepTimeouts:
         for smaller in range(size, min(size, 1) - 1, -1):  # steps without tokens are no measure of others
             slowest = self._slowest.get(smaller)
             if slowest is not None:
-                return max(self._least, self._slower * slowest * (1 << (size - smaller)))
-        return max(self._least, self._unknown)
+                return max(MIN_TIMEOUT, TIMEOUT_FACTOR * slowest * (1 << (size - smaller)))
+        return UNKNOWN_TIMEOUT
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step."""
@@ -161,111 +151,106 @@ class StepTimeouts:
 
 
 class LoopObserver:
-    """Observes the engine's loop; this one ignores all events."""
+    """Called by the engine's loop before it does something; this one ignores it."""
 
     def idle(self) -> None:
         """Nothing is left to do."""
 
-    def preparing(self) -> None:
+    def prepare(self) -> None:
         """Nothing is left to do but what makes later steps faster."""
 
-    def waiting(self) -> None:
-        """The loop waits for the front; called about every second."""
+    def wait(self) -> None:
+        """The loop waits for its clients; called about every second."""
 
-    def applying(self, message: ToEngine | None) -> None:
-        """A message is about to be carried out; None: the requests of a client that is gone are about to be aborted."""
+    def begin_message(self, message: ToEngine | None) -> None:
+        """A message is applied; None: the requests of a client that is gone are aborted."""
 
-    def applied(self) -> None:
-        """It has been."""
+    def begin_step(self) -> None:
+        """A step is planned."""
 
-    def stepping(self) -> None:
-        """A step begins, with its plan."""
-
-    def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
-        """The plan is about to be executed.
+    def begin_plans(
+        self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool
+    ) -> None:
+        """Planned steps are executed, or waited for.
 
         Args:
             names: of everything that is worked on. resolve: returns the ids of their requests; not called if `names`
-                are those of the last plan. known: whether the duration of the step depends on its tokens.
+                are those of the last call. known: whether the duration depends on the tokens.
         """
 
-    def stepped(self) -> None:
-        """The step is over."""
+    def end_work(self) -> None:
+        """The message was applied, or the step is over."""
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The loop has ended."""
 
 
 class HeartbeatWriter(LoopObserver):
-    """Writes the events of an engine's loop into a `Heartbeat`."""
+    """Writes what the engine's loop does into a `Heartbeat`."""
 
     def __init__(
-        self, memory: Heartbeat, timeouts: StepTimeouts | None = None, clock: Callable[[], float] = time.monotonic
+        self, heartbeat: Heartbeat, timeouts: StepTimeouts | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._memory = memory
+        self._heartbeat = heartbeat
         self._timeouts = timeouts or StepTimeouts()
         self._clock = clock
-        self._names: list[str] = []
+        self._names: list[str] = []  # of the last plan; none once others are written
         self._planned: list[str] = []  # the requests of the last plan
         self._new: list[str] = []  # requests added since
-        self._num_tokens = -1  # of the plan that is being executed; negative: its duration is no measure
+        self._num_tokens = -1  # of the plan that is executed; negative: its duration is no measure
         self._began = 0.0
 
     def idle(self) -> None:
         if self._planned or self._new or self._names:
-            self._forget()
-        self._memory.rest(self._clock())
+            self._names, self._planned, self._new = [], [], []
+            self._heartbeat.set_request_ids([])
+        self._heartbeat.end(self._clock())
 
-    def preparing(self) -> None:
-        """See `LoopObserver`; something may have to be compiled."""
-        self._memory.work(self._clock(), UNKNOWN_TIMEOUT, 0)
+    def prepare(self) -> None:
+        self._heartbeat.begin(self._clock(), UNKNOWN_TIMEOUT)  # something may have to be compiled
 
-    def waiting(self) -> None:
-        self._memory.beat(self._clock())
+    def wait(self) -> None:
+        self._heartbeat.beat(self._clock())
 
-    def applying(self, message: ToEngine | None) -> None:
+    def begin_message(self, message: ToEngine | None) -> None:
+        request_ids: list[str] = []
         match message:
             case EngineRequest():
-                self._memory.name([message.request_id])
+                request_ids = [message.request_id]
                 self._new.append(message.request_id)
             case AbortRequests():
-                self._memory.name(message.request_ids)
-            case _:
-                self._memory.name([])
-        self._names = []  # the next plan must be named again
-        self._memory.work(self._clock(), CALL_TIMEOUT if isinstance(message, Call) else MIN_TIMEOUT, 0)
+                request_ids = message.request_ids
+        self._heartbeat.set_request_ids(request_ids)
+        self._names = []
+        self._heartbeat.begin(self._clock(), CALL_TIMEOUT if isinstance(message, Call) else MIN_TIMEOUT)
 
-    def applied(self) -> None:
-        self._memory.rest(self._clock())
-
-    def stepping(self) -> None:
-        if not self._names:  # messages came
-            self._memory.name(self._planned + self._new)
+    def begin_step(self) -> None:
+        if not self._names:
+            self._heartbeat.set_request_ids(self._planned + self._new)
             self._new = []
-        self._num_tokens = -1
-        self._memory.work(self._clock(), MIN_TIMEOUT, 0)
+        self._heartbeat.begin(self._clock(), MIN_TIMEOUT)
 
-    def planned(self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool) -> None:
+    def begin_plans(
+        self, names: list[str], resolve: Callable[[], Iterable[str]], num_tokens: int, *, known: bool
+    ) -> None:
         if names != self._names:
             self._names = names
             self._planned = list(resolve())
-            self._memory.name(self._planned)
+            self._heartbeat.set_request_ids(self._planned)
         self._began = self._clock()
         self._num_tokens = num_tokens if known else -1
-        self._memory.work(self._began, self._timeouts.seconds(num_tokens) if known else UNKNOWN_TIMEOUT, num_tokens)
+        timeout = self._timeouts.seconds(num_tokens) if known else UNKNOWN_TIMEOUT
+        self._heartbeat.begin(self._began, timeout, num_tokens)
 
-    def stepped(self) -> None:
+    def end_work(self) -> None:
         now = self._clock()
         if self._num_tokens >= 0:
             self._timeouts.note(self._num_tokens, now - self._began)
-        self._memory.rest(now)
+            self._num_tokens = -1
+        self._heartbeat.end(now)
 
-    def end(self) -> None:
-        self._memory.end()
-
-    def _forget(self) -> None:
-        self._names, self._planned, self._new = [], [], []
-        self._memory.name([])
+    def stop(self) -> None:
+        self._heartbeat.stop()
 
 
 class StallDetector:
@@ -275,8 +260,8 @@ class StallDetector:
     engine, which needs time to continue.
     """
 
-    def __init__(self, memory: Heartbeat, clock: Callable[[], float] = time.monotonic) -> None:
-        self._memory = memory
+    def __init__(self, heartbeat: Heartbeat, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heartbeat = heartbeat
         self._clock = clock
         self._polled: float | None = None
         self._last_beat = 0.0
@@ -285,22 +270,22 @@ class StallDetector:
     def stalled_for(self) -> float:
         """Return seconds; 0.0 if it is not stalled, and as long as its model is being loaded."""
         now = self._clock()
-        beat, _, allowed, _ = self._memory.read()
+        beat, _, timeout, _ = self._heartbeat.read()
         if beat != self._last_beat:
             self._last_beat, self._excused = beat, 0.0
         elif self._polled is not None:
             self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
         self._polled = now
-        return max(0.0, now - beat - allowed - self._excused) if beat else 0.0
+        return max(0.0, now - beat - timeout - self._excused) if beat else 0.0
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine was doing, for a log."""
-        beat, began, allowed, num_tokens = self._memory.read()
-        now, request_ids = self._clock(), self._memory.request_ids()
+        beat, began, timeout, num_tokens = self._heartbeat.read()
+        now, request_ids = self._clock(), self._heartbeat.request_ids()
         return {
             "doing": "a step" if began and num_tokens else "something" if began else "nothing",
             "seconds": round(now - (began or beat), 3),
-            "allowed_seconds": round(allowed, 3),
+            "allowed_seconds": round(timeout, 3),
             "num_tokens": num_tokens if began else 0,
             "num_requests": len(request_ids),
             "request_ids": request_ids[:MAX_LOGGED],

@@ -144,20 +144,20 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
     while not clients.closed:
         idle = not core.has_unfinished()
         if idle:
-            observer.preparing()
+            observer.prepare()
             idle = not core.idle()
             observer.idle()
         for client_index, message in clients.receive(idle):
             idle_sent = idle_sent and not isinstance(message, EngineRequest)
-            observer.applying(message)
+            observer.begin_message(message)
             answer = apply(core, owners, client_index, message)
-            observer.applied()
+            observer.end_work()
             if answer is not None:
                 clients.send(client_index, answer)
         if core.has_unfinished():
-            observer.stepping()
+            observer.begin_step()
             outputs = core.step()
-            observer.stepped()
+            observer.end_work()
             idle_sent = not core.has_unfinished()
             _send(clients, owners.split(outputs.outputs), outputs, to_all=idle_sent)
         elif not idle_sent:
@@ -180,7 +180,7 @@ def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[Sche
         # All of them: any may be the one that fails.
         scheduled = list(dict.fromkeys(name for plan in plans for name in plan.num_scheduled_tokens))
         deferred = core.deferred_request_ids
-        observer.planned(
+        observer.begin_plans(
             scheduled + deferred,
             lambda: [*core.scheduler.requests.ids_of(scheduled), *deferred],
             max(plan.total_num_scheduled_tokens for plan in plans),

@@ -291,10 +291,10 @@ def serve(
     try:
         core = make_core(config)
         observer.idle()
-        clients.on_wait = observer.waiting
+        clients.on_wait = observer.wait
         clients.start(msgspec.structs.replace(core.ready, engine_id=uuid.uuid4().hex))
         run(core, clients, observer)
-        observer.end()
+        observer.stop()
         core.close()
         return 0
     except QuireError as error:
