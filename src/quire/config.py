@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from quire.errors import ConfigError, echo
-from quire.options import check_option, option, option_fields, unknown_option
+from quire.errors import echo
+from quire.options import check_option, check_rules, option, option_fields, unknown_option
 from quire.server_config import ServerConfig
 
 DEMO_MODEL = "quire-demo"
@@ -316,14 +315,6 @@ CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, Lo
 SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
 
 
-T = TypeVar("T")
-
-
-def _build(group: type[T], values: Mapping[str, Any]) -> T:
-    names = {item.name for item in dataclasses.fields(group)}  # type: ignore[arg-type]
-    return group(**{name: value for name, value in values.items() if name in names})
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All options of an engine; `server` is there when it stands behind HTTP."""
@@ -343,103 +334,110 @@ class EngineConfig:
             ConfigError: an unknown option, a bad value, or options that contradict each other.
         """
         known = {item.name: item for item in option_fields(groups)}
-        checked = {}
-        for name, value in values.items():
+        for name in values:
             if name not in known:
                 raise unknown_option(name, list(known))
-            checked[name] = check_option(known[name], value)
-        config = cls(
-            model=_build(ModelConfig, checked),
-            cache=_build(CacheConfig, checked),
-            scheduler=_build(SchedulerConfig, checked),
-            device=_build(DeviceConfig, checked),
-            lora=_build(LoRAConfig, checked),
-            server=_build(ServerConfig, checked),
-        )
+        config = cls().replace(**{name: check_option(known[name], value) for name, value in values.items()})
         config.check()
         return config
 
+    def replace(self, **options: Any) -> EngineConfig:
+        """Return the config with some options, by flat name, replaced. The values are not checked."""
+        groups: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            group = getattr(self, item.name)
+            changes = {known.name: options[known.name] for known in dataclasses.fields(group) if known.name in options}
+            if changes:
+                groups[item.name] = dataclasses.replace(group, **changes)
+        return dataclasses.replace(self, **groups)
+
     def check(self) -> None:
         """Check what must hold between options; raise `ConfigError` naming both."""
-        model, cache, server = self.model, self.cache, self.server
-        if model.skip_tokenizer_init and model.tokenizer is not None:
-            raise ConfigError(
-                "skip_tokenizer_init contradicts tokenizer; give one of them", param="skip_tokenizer_init"
-            )
-        for name in model.default_chat_template_kwargs:
-            if name in TEMPLATE_ARGUMENTS or not name.isidentifier():
-                raise ConfigError(
-                    f"default_chat_template_kwargs must not set {echo(name)}", param="default_chat_template_kwargs"
-                )
-        if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
-            raise ConfigError(
-                "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
-                param="num_gpu_blocks_override",
-            )
-        if cache.kv_disk_dir is not None and cache.kv_disk_space == 0:
-            raise ConfigError("kv_disk_dir needs kv_disk_space, such as 20GiB", param="kv_disk_dir")
-        if cache.kv_disk_space and cache.enable_prefix_caching is False:
-            raise ConfigError("kv_disk_space needs enable_prefix_caching", param="kv_disk_space")
-        self._check_resident_layers()
-        self._check_scheduler()
-        self._check_lora()
-        for tenant, weight in self.scheduler.tenant_weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise ConfigError(
-                    f"tenant_weights must have positive numbers, got {echo(weight)} for {echo(tenant)}",
-                    param="tenant_weights",
-                )
-        if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile need each other", param="ssl_certfile")
+        model, cache, scheduler, lora, server = self.model, self.cache, self.scheduler, self.lora, self.server
+        bad_arguments = [
+            name for name in model.default_chat_template_kwargs if name in TEMPLATE_ARGUMENTS or not name.isidentifier()
+        ]
+        bad_weights = [
+            f"{echo(weight)} for {echo(tenant)}"
+            for tenant, weight in scheduler.tenant_weights.items()
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf
+        ]
+        layerwise, prefill_first = cache.kv_resident_layers, scheduler.scheduler == "prefill-first"
+        check_rules(
+            [
+                (
+                    model.skip_tokenizer_init and model.tokenizer is not None,
+                    "skip_tokenizer_init contradicts tokenizer; give one of them",
+                ),
+                (bad_arguments, f"default_chat_template_kwargs must not set {echo(next(iter(bad_arguments), None))}"),
+                (
+                    cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None,
+                    "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
+                ),
+                (
+                    cache.kv_disk_dir is not None and not cache.kv_disk_space,
+                    "kv_disk_dir needs kv_disk_space, such as 20GiB",
+                ),
+                (
+                    cache.kv_disk_space and cache.enable_prefix_caching is False,
+                    "kv_disk_space needs enable_prefix_caching",
+                ),
+                (
+                    layerwise and scheduler.preemption_mode == "swap",
+                    "kv_resident_layers contradicts preemption_mode swap: the host's memory is the layers'",
+                ),
+                (
+                    layerwise and cache.kv_disk_space,
+                    "kv_resident_layers contradicts kv_disk_space; give one of them",
+                ),
+                (
+                    layerwise and prefill_first,
+                    "kv_resident_layers needs scheduler unified, which knows whom to let wait",
+                ),
+                (
+                    layerwise and cache.swap_space == 0,
+                    "kv_resident_layers needs swap_space, such as 4GiB: host memory for the other layers",
+                ),
+                (
+                    prefill_first and scheduler.scheduling_policy == "lpm",
+                    "scheduling_policy lpm needs scheduler unified",
+                ),
+                (
+                    prefill_first and scheduler.long_prefill_token_threshold,
+                    "long_prefill_token_threshold needs scheduler unified",
+                ),
+                (scheduler.delay_factor and not prefill_first, "delay_factor needs scheduler prefill-first"),
+                (
+                    scheduler.tenant_weights and scheduler.scheduling_policy != "fair",
+                    "tenant_weights needs scheduling_policy fair",
+                ),
+                (
+                    lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras,
+                    f"max_cpu_loras is {lora.max_cpu_loras}; it must be at least max_loras, {lora.max_loras}",
+                ),
+                (
+                    server.lora_modules and not lora.enable_lora and server.models is None,
+                    "lora_modules needs enable_lora",
+                ),
+                (bad_weights, f"tenant_weights must have positive numbers, got {next(iter(bad_weights), None)}"),
+                (
+                    (server.ssl_certfile is None) != (server.ssl_keyfile is None),
+                    "ssl_certfile and ssl_keyfile need each other",
+                ),
+            ]
+        )
         server.check()
-
-    def _check_resident_layers(self) -> None:
-        cache, name = self.cache, "kv_resident_layers"
-        if not cache.kv_resident_layers:
-            return
-        if self.scheduler.preemption_mode == "swap":
-            raise ConfigError(f"{name} contradicts preemption_mode swap: the host's memory is the layers'", param=name)
-        if cache.kv_disk_space:
-            raise ConfigError(f"{name} contradicts kv_disk_space; give one of them", param=name)
-        if self.scheduler.scheduler != "unified":
-            raise ConfigError(f"{name} needs scheduler unified, which knows whom to let wait", param=name)
-        if cache.swap_space == 0:
-            raise ConfigError(f"{name} needs swap_space, such as 4GiB: host memory for the other layers", param=name)
-
-    def _check_scheduler(self) -> None:
-        options = self.scheduler
-        classic = options.scheduler == "prefill-first"
-        if classic and options.scheduling_policy == "lpm":
-            raise ConfigError("scheduling_policy lpm needs scheduler unified", param="scheduling_policy")
-        if classic and options.long_prefill_token_threshold:
-            raise ConfigError(
-                "long_prefill_token_threshold needs scheduler unified", param="long_prefill_token_threshold"
-            )
-        if options.delay_factor and not classic:
-            raise ConfigError("delay_factor needs scheduler prefill-first", param="delay_factor")
-        if options.tenant_weights and options.scheduling_policy != "fair":
-            raise ConfigError("tenant_weights needs scheduling_policy fair", param="tenant_weights")
-
-    def _check_lora(self) -> None:
-        options = self.lora
-        if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras is {options.max_cpu_loras}; it must be at least max_loras, {options.max_loras}",
-                param="max_cpu_loras",
-            )
-        if self.server.lora_modules and not options.enable_lora and self.server.models is None:
-            raise ConfigError("lora_modules needs enable_lora", param="lora_modules")
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""
-        groups = (self.model, self.cache, self.scheduler, self.lora, self.device, self.server)
+        groups = [getattr(self, item.name) for item in dataclasses.fields(self)]
         return {item.name: getattr(group, item.name) for group in groups for item in dataclasses.fields(group)}
 
     def shown(self) -> dict[str, Any]:
         """Return what differs from the defaults, secrets hidden, for the log."""
         values = self.to_kwargs()
-        changed = {}
-        for item in option_fields(SERVER_GROUPS):
-            if values[item.name] != item.default:
-                changed[item.name] = "(hidden)" if item.option.secret else values[item.name]
-        return changed
+        return {
+            item.name: "(hidden)" if item.option.secret else values[item.name]
+            for item in option_fields(SERVER_GROUPS)
+            if values[item.name] != item.default
+        }

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,3 +176,14 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def unknown_option(name: str, known: list[str]) -> ConfigError:
     """Return the error for an option that does not exist, with the nearest one that does."""
     return ConfigError(f"unknown option {name}{nearest(name, known)}", param=name, code="unknown_option")
+
+
+def check_rules(rules: Iterable[tuple[object, str]]) -> None:
+    """Raise `ConfigError` for the first rule that is broken.
+
+    Args:
+        rules: whether each is broken, and what to say then; the text begins with the option at fault.
+    """
+    for broken, message in rules:
+        if broken:
+            raise ConfigError(message, param=message.split()[0].rstrip(":"))

@@ -7,8 +7,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from quire.errors import ConfigError, echo
-from quire.options import option
+from quire.errors import echo
+from quire.options import check_rules, option
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 LONGEST_SOCKET_PATH = 107  # what fits into the kernel's address of a Unix socket
@@ -187,41 +187,68 @@ class ServerConfig:
 
     def check(self) -> None:
         """Check what must hold between these options; raise `ConfigError` naming both."""
-        if self.uds is not None:
-            for name, value, default in (("host", self.host, "127.0.0.1"), ("port", self.port, 8000)):
-                if value != default:
-                    raise ConfigError(f"uds contradicts {name}; give one of them", param="uds")
-            if self.ssl_certfile is not None:
-                raise ConfigError("uds contradicts ssl_certfile: a Unix socket has no TLS", param="uds")
-            if len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH:
-                raise ConfigError(f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes", param="uds")
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_ca_certs needs ssl_certfile", param="ssl_ca_certs")
-        if (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None):
-            raise ConfigError(
-                "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other", param="ssl_cert_reqs"
-            )
-        if not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii():
-            raise ConfigError(f"root_path must be a path such as /llm, got {echo(self.root_path)}", param="root_path")
-        if self.max_loaded_models is not None and self.models is None:
-            raise ConfigError("max_loaded_models needs models", param="max_loaded_models")
-        self._check_admin()
-        self._check_origins()
-
-    def _check_admin(self) -> None:
-        if self.admin_api_key and not self.enable_admin_endpoints:
-            raise ConfigError("admin_api_key needs enable_admin_endpoints", param="admin_api_key")
-        for key in self.admin_api_key:
-            if key != key.strip():
-                raise ConfigError("admin_api_key: a key must have no blanks around it", param="admin_api_key")
-            if key in self.api_key:
-                raise ConfigError("admin_api_key and api_key must differ", param="admin_api_key")
-        guarded = self.api_key or self.api_key_file or self.admin_api_key
-        if self.enable_admin_endpoints and not guarded and not self.local:
-            raise ConfigError(
-                f"enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on {self.host}",
-                param="enable_admin_endpoints",
-            )
+        moved = [name for name, value in (("host", "127.0.0.1"), ("port", 8000)) if getattr(self, name) != value]
+        without_origins = [
+            name
+            for name in ("allowed_methods", "allowed_headers", "allow_credentials")
+            if getattr(self, name) and not self.allowed_origins
+        ]
+        bad_origins = [name for name in self.allowed_origins if name != "*" and not ORIGIN.fullmatch(name)]
+        bad_words = [
+            f"{name} must be words, got {echo(word)}"
+            for name in ("allowed_methods", "allowed_headers")
+            for word in getattr(self, name)
+            if not TOKEN.fullmatch(word)
+        ]
+        check_rules(
+            [
+                (self.uds is not None and moved, f"uds contradicts {next(iter(moved), None)}; give one of them"),
+                (
+                    self.uds is not None and self.ssl_certfile is not None,
+                    "uds contradicts ssl_certfile: a Unix socket has no TLS",
+                ),
+                (
+                    self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH,
+                    f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes",
+                ),
+                (self.ssl_ca_certs is not None and self.ssl_certfile is None, "ssl_ca_certs needs ssl_certfile"),
+                (
+                    (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None),
+                    "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other",
+                ),
+                (
+                    not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii(),
+                    f"root_path must be a path such as /llm, got {echo(self.root_path)}",
+                ),
+                (self.max_loaded_models is not None and self.models is None, "max_loaded_models needs models"),
+                (
+                    self.admin_api_key and not self.enable_admin_endpoints,
+                    "admin_api_key needs enable_admin_endpoints",
+                ),
+                (
+                    any(key != key.strip() for key in self.admin_api_key),
+                    "admin_api_key: a key must have no blanks around it",
+                ),
+                (set(self.admin_api_key) & set(self.api_key), "admin_api_key and api_key must differ"),
+                (
+                    self.enable_admin_endpoints
+                    and not (self.api_key or self.api_key_file or self.admin_api_key or self.local),
+                    "enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on "
+                    f"{self.host}",
+                ),
+                (without_origins, f"{next(iter(without_origins), None)} needs allowed_origins"),
+                (
+                    self.allow_credentials and "*" in self.allowed_origins,
+                    "allow_credentials contradicts allowed_origins *; name the origins",
+                ),
+                (
+                    bad_origins,
+                    "allowed_origins must be * or origins such as https://example.org, got "
+                    f"{echo(next(iter(bad_origins), None))}",
+                ),
+                (bad_words, next(iter(bad_words), "")),
+            ]
+        )
 
     @property
     def local(self) -> bool:
@@ -232,22 +259,3 @@ class ServerConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
-
-    def _check_origins(self) -> None:
-        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
-            if getattr(self, name) and not self.allowed_origins:
-                raise ConfigError(f"{name} needs allowed_origins", param=name)
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError(
-                "allow_credentials contradicts allowed_origins *; name the origins", param="allow_credentials"
-            )
-        for origin in self.allowed_origins:
-            if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"allowed_origins must be * or origins such as https://example.org, got {echo(origin)}",
-                    param="allowed_origins",
-                )
-        for name in ("allowed_methods", "allowed_headers"):
-            for word in getattr(self, name):
-                if not TOKEN.fullmatch(word):
-                    raise ConfigError(f"{name} must be words, got {echo(word)}", param=name)

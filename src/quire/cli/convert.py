@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -64,7 +63,7 @@ def run(values: dict[str, Any]) -> int:
 
     info = load_info(config)
     if options.format == "packed" and config.device.device == "auto":  # packed weights are the CPU's
-        config = dataclasses.replace(config, device=dataclasses.replace(config.device, device="cpu"))
+        config = config.replace(device="cpu")
     if options.format == "safetensors" and config.model.quantization == "fp8" and info.stored_format is None:
         raise ConfigError(
             "quantization: fp8 cannot be written (allowed: int8, int8-weight-only, int4); on a GPU, weights are "

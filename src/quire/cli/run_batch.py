@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import shutil
 import sys
@@ -73,7 +72,7 @@ def _settled(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig,
         longer["max_num_queued_reqs"] = (concurrency + 1) * MOST_PROMPTS
     if scheduler.max_num_queued_tokens is None:
         longer["max_num_queued_tokens"] = 2**62
-    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, **longer)), concurrency
+    return config.replace(**longer), concurrency
 
 
 @contextlib.contextmanager

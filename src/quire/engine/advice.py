@@ -5,7 +5,6 @@ Only engine options appear; where the server listens, and its keys, are not repe
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
@@ -16,23 +15,6 @@ from quire.options import OptionField, option_fields
 
 MIB = 2**20
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def changed(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
-    """Return the config with some engine options, by flat name, replaced."""
-    groups: dict[str, Any] = {
-        "model": config.model,
-        "cache": config.cache,
-        "scheduler": config.scheduler,
-        "device": config.device,
-    }
-    replaced: dict[str, Any] = {}
-    for place, group in groups.items():
-        names = {item.name for item in dataclasses.fields(group)}
-        mine = {name: value for name, value in changes.items() if name in names}
-        if mine:
-            replaced[place] = dataclasses.replace(group, **mine)
-    return dataclasses.replace(config, **replaced)
 
 
 def command_line(requested: EngineConfig, changes: Mapping[str, Any], command: str = "serve") -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.advice import MIB, changed, command_line, size_text
+from quire.engine.advice import MIB, command_line, size_text
 from quire.engine.layerwise import layer_split
 from quire.errors import ConfigError
 from quire.kernels.memory import DeviceMemory
@@ -75,17 +75,12 @@ def device_bytes(config: EngineConfig, spec: KVCacheSpec, size: KVCacheSize) -> 
 
 
 class DoesNotFitError(ConfigError):
-    """Something does not fit, whatever options are changed that do not change the weights; `text` says what."""
-
-    text = ""
-
-
-class _DoesNotFit(Exception):
-    """Something does not fit. `changes` are options that would help, as far as one look can tell."""
+    """Something does not fit; `text` says what. `changes` are options that would help, as far as one look can tell."""
 
     def __init__(self, option: str, text: str, **changes: Any) -> None:
-        super().__init__(text)
-        self.option, self.text, self.changes = option, text, changes
+        advice = f"only a smaller model works: {command_line(EngineConfig(), {})}"
+        super().__init__(f"{text}; {advice}", param=option)
+        self.text, self.changes = text, changes
 
 
 def fit_kv_cache(
@@ -108,20 +103,17 @@ def fit_kv_cache(
 
     Raises:
         ConfigError: what was requested does not fit. The message has what is needed, what is available, what would
-            fit, and a command line that does.
+            fit, and a command line that does. It is a `DoesNotFitError` if no change of options helps but one of those
+            that change the weights.
     """
     try:
         found = _Sizing(requested, config, spec, available, reserved(config)).fit()
-    except _DoesNotFit as misfit:
-        changes = _changes_that_fit(misfit, requested, config, spec, available, reserved)
-        if changes is not None:
-            advice = f"this works: {command_line(requested, changes)}"
-            raise ConfigError(f"{misfit.text}; {advice}", param=misfit.option) from None
-        error = DoesNotFitError(
-            f"{misfit.text}; only a smaller model works: {command_line(EngineConfig(), {})}", param=misfit.option
-        )
-        error.text = misfit.text
-        raise error from None
+    except DoesNotFitError as error:
+        changes = _changes_that_fit(error, requested, config, spec, available, reserved)
+        if changes is None:
+            raise
+        message = f"{error.text}; this works: {command_line(requested, changes)}"
+        raise ConfigError(message, param=error.param) from None
     if found.max_model_len != config.model.max_model_len and not quiet:
         logger.warning(
             "context limited to %d of %d tokens: the KV cache has %d blocks of %d",
@@ -134,7 +126,7 @@ def fit_kv_cache(
 
 
 def _changes_that_fit(
-    misfit: _DoesNotFit,
+    error: DoesNotFitError,
     requested: EngineConfig,
     config: EngineConfig,
     spec: KVCacheSpec,
@@ -144,14 +136,14 @@ def _changes_that_fit(
     """Return changes with which everything fits, or None; one change can make the next necessary."""
     changes: dict[str, Any] = {}
     for _ in range(ROUNDS):
-        if not misfit.changes:
+        if not error.changes:
             return None
-        changes.update(misfit.changes)
-        now = changed(config, {"max_model_len": config.model.max_model_len, **changes})
+        changes.update(error.changes)
+        now = config.replace(**changes)
         try:
-            _Sizing(changed(requested, changes), now, spec, available, reserved(now)).fit()
-        except _DoesNotFit as another:
-            misfit = another
+            _Sizing(requested.replace(**changes), now, spec, available, reserved(now)).fit()
+        except DoesNotFitError as another:
+            error = another
         else:
             return changes
     return None
@@ -163,7 +155,7 @@ def block_budget(config: EngineConfig, available: int, reserved: int) -> int:
 
 
 class _Sizing:
-    """The arithmetic of `fit_kv_cache` for one config; every method raises `_DoesNotFit`.
+    """The arithmetic of `fit_kv_cache` for one config; every method raises `DoesNotFitError`.
 
     Attributes:
         room: bytes beside weights and steps. budget: of these, what blocks may take.
@@ -223,7 +215,7 @@ class _Sizing:
         host = self._host_share()
         if host and host + self.block_bytes > self.budget and cache.swap_space:
             fits = self.budget // HOST_PART // MIB * MIB
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 "swap_space",
                 f"swap_space: {size_text(host)} for the host's pool and at least {size_text(self.block_bytes)} for a "
                 f"block are needed, {size_text(self.budget)} are available; {size_text(fits)} would leave enough",
@@ -241,7 +233,7 @@ class _Sizing:
                 else f"while weights, a step, and others on the GPU need {size_text(self.reserved)}; {share} may be "
                 "used in all"
             )
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 "gpu_memory_utilization",
                 f"no room for the KV cache: a block of {cache.block_size} tokens needs {size_text(self.block_bytes)} "
                 f"{taken}, so that 0 blocks would fit",
@@ -259,7 +251,7 @@ class _Sizing:
             raise self._too_large(option, given, fits, **({option: rounded} if fits else self._smaller_steps()))
         if given < self.block_bytes:
             enough = min(self.longest, fits)
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 option,
                 f"{option}: one block of {self.cache.block_size} tokens needs {size_text(self.block_bytes)}, "
                 f"{size_text(given)} are given; {size_text(enough * self.block_bytes)} would hold a context of "
@@ -274,7 +266,7 @@ class _Sizing:
         assert split is not None
         max_layerwise = (SWAP_SPACE if cache.swap_space is None else cache.swap_space) // split.host_bytes
         if not max_layerwise:
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 "swap_space",
                 f"swap_space: the layers of a block that are not on the GPU need {size_text(split.host_bytes)}, "
                 f"{size_text(cache.swap_space or 0)} are given",
@@ -297,7 +289,7 @@ class _Sizing:
             return min(max(0, share) // self.block_bytes, num_blocks)
         if self.shared and size > left:
             fits = max(0, left) // 2 // MIB * MIB
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 "swap_space",
                 f"swap_space: the host's pool would take {size_text(size)}, {size_text(max(0, left))} are free beside "
                 f"weights and KV cache; {size_text(fits)} would leave enough",
@@ -314,7 +306,7 @@ class _Sizing:
         if fits == self.max_model_len or (fits and self.requested_len is None):
             return fits
         if fits:
-            raise _DoesNotFit(
+            raise DoesNotFitError(
                 "max_model_len",
                 f"max_model_len: {self.max_model_len} tokens do not fit the KV cache: they need {self.longest} "
                 f"blocks of {self.cache.block_size} tokens, {size_text(self.longest * self.block_bytes)}; there are "
@@ -324,15 +316,15 @@ class _Sizing:
         least = blocks_needed(self.config, self.spec, 1)
         by_number = self.cache.num_gpu_blocks_override is not None
         option = "num_gpu_blocks_override" if by_number else "kv_cache_memory_bytes"
-        raise _DoesNotFit(
+        raise DoesNotFitError(
             option,
             f"{option}: one token needs {least} blocks, one for each group of layers; there are {num_blocks}, and "
             f"{self.longest} would hold {self.max_model_len} tokens",
             **{option: self.longest if by_number else self.longest * self.block_bytes},
         )
 
-    def _too_large(self, option: str, needed: int, fits: int, **changes: Any) -> _DoesNotFit:
-        return _DoesNotFit(
+    def _too_large(self, option: str, needed: int, fits: int, **changes: Any) -> DoesNotFitError:
+        return DoesNotFitError(
             option,
             f"{option}: the KV cache would take {size_text(needed)}, {size_text(self.room)} are free beside weights "
             f"and steps, enough for {fits * self.cache.block_size} tokens",

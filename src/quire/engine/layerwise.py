@@ -8,7 +8,6 @@ requests run at once than the device has memory for.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from quire.checkpoint.hf_config import ModelInfo
@@ -111,7 +110,7 @@ def with_layerwise_blocks(config: EngineConfig, info: ModelInfo, device: str) ->
         raise _refused(resident, "layers of this model keep a state beside keys and values")
     if not info.causal:
         raise _refused(resident, "this model keeps no keys and values between steps")
-    return dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, preemption_mode="recompute"))
+    return config.replace(preemption_mode="recompute")
 
 
 def _refused(value: int, why: str) -> ConfigError:

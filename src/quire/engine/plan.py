@@ -16,7 +16,7 @@ from quire.checkpoint.gguf.source import is_gguf
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import has_weights
 from quire.config import EngineConfig
-from quire.engine.advice import changed, command_line, size_text
+from quire.engine.advice import command_line, size_text
 from quire.engine.kv_cache_size import (
     HOST_DEVICES,
     DoesNotFitError,
@@ -158,7 +158,7 @@ def make_plan(
     Raises:
         ModelError: weight files are there and broken. ConfigError: options that the model cannot have.
     """
-    candidate = _Candidate(requested, info, memory=None if available is None else DeviceMemory(available))
+    candidate = Candidate(requested, info, memory=None if available is None else DeviceMemory(available))
     config, footprint, memory = candidate.config, candidate.footprint, candidate.memory
     assert config.model.max_model_len is not None
     fitted, problem = None, None
@@ -167,7 +167,7 @@ def make_plan(
     except ConfigError as error:
         problem = error.message
     room, reserved = candidate.room()
-    final = config if fitted is None else changed(config, {"max_model_len": fitted.max_model_len})
+    final = config if fitted is None else config.replace(max_model_len=fitted.max_model_len)
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
     spec, size = footprint.spec, config.cache.block_size
@@ -185,7 +185,7 @@ def make_plan(
         runtime=candidate.runtime,
         loading=footprint.loading,
         block_size=size,
-        block_bytes=spec.block_bytes(size, config.model.max_model_len),
+        block_bytes=candidate.block_bytes,
         token_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
         state_bytes=spec.state_bytes,
         groups=_groups(spec, config.model.max_model_len),
@@ -211,12 +211,12 @@ def check_before_loading(requested: EngineConfig, info: ModelInfo) -> ReservedBy
     Raises:
         ConfigError: the weights, or what was requested beside them, cannot fit into the memory that is free now.
     """
-    candidate = _Candidate(requested, info)
+    candidate = Candidate(requested, info)
     candidate.check()
     return candidate.footprint.step_bytes
 
 
-class _Candidate:
+class Candidate:
     """A model with some options, as the user gave them (`requested`) and resolved (`config`), and the memory for it.
 
     Args:
@@ -242,22 +242,33 @@ class _Candidate:
         """What the model takes."""
         return self._footprint or Footprint(self.config, self.info)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the KV cache."""
+        assert self.config.model.max_model_len is not None
+        return self.footprint.spec.block_bytes(self.config.cache.block_size, self.config.model.max_model_len)
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of the engine once the model is loaded, before there is a KV cache or any step."""
+        assert self.config.model.max_model_len is not None
+        return self.runtime + self.footprint.weights + self.footprint.tables(self.config.model.max_model_len)
+
+    def step_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes that steps of a config take, CUDA graphs included."""
+        step = self.footprint.step_bytes(config)
+        return step if self.on_host else step + graph_bytes(config, step, self.memory.total)
+
     def room(self) -> tuple[int, ReservedBytes]:
         """Return the bytes of which blocks get a share, and what of them is not for blocks, for `fit_kv_cache`.
 
         On a host it is a share of what will be free once the model is loaded, on a GPU of all that it has.
         """
-        assert self.config.model.max_model_len is not None
-        memory, footprint = self.memory, self.footprint
-        loaded = self.runtime + footprint.weights + footprint.tables(self.config.model.max_model_len)
+        memory = self.memory
         if self.on_host:
-            return max(0, memory.total - loaded), footprint.step_bytes
-
-        def step_bytes(now: EngineConfig) -> int:
-            step = footprint.step_bytes(now)
-            return step + graph_bytes(now, step, memory.total)
-
-        return memory.total, reserved_bytes(DeviceMemory(memory.total, memory.used + loaded), step_bytes, self.config)
+            return max(0, memory.total - self.loaded), self.step_bytes
+        used = DeviceMemory(memory.total, memory.used + self.loaded)
+        return memory.total, reserved_bytes(used, self.step_bytes, self.config)
 
     def fit(self) -> KVCacheSize:
         """Return what fits beside the weights. Raises `ConfigError`."""
@@ -297,14 +308,14 @@ class _Candidate:
         limits, smallest = self.requested.scheduler, self.footprint.weights
         steps = {name: min(getattr(limits, name), value) for name, value in SMALL_STEPS.items()}
         for changes in SMALLER_WEIGHTS if self.on_host else SMALLER_GPU_WEIGHTS:
-            smaller = _Candidate(changed(self.requested, changes), self.info, memory=self.memory)
+            smaller = Candidate(self.requested.replace(**changes), self.info, memory=self.memory)
             if smaller.form == self.form or smaller.footprint.weights >= smallest:
                 continue
             smallest = smaller.footprint.weights
             for found in (changes, changes | steps):
-                requested = changed(self.requested, found)
+                requested = self.requested.replace(**found)
                 try:
-                    _Candidate(requested, self.info, smaller.footprint, self.memory).fit()
+                    Candidate(requested, self.info, smaller.footprint, self.memory).fit()
                 except ConfigError:
                     continue
                 return found, smallest

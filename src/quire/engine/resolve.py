@@ -5,7 +5,6 @@ How large the KV cache is, is decided in `kv_cache_size.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -15,7 +14,7 @@ from quire.checkpoint.open import is_packed
 from quire.checkpoint.packed import packed_quantization
 from quire.checkpoint.pooling import with_runner
 from quire.config import STORED_QUANTIZATIONS, EngineConfig
-from quire.engine.advice import changed, size_text
+from quire.engine.advice import size_text
 from quire.engine.layerwise import with_layerwise_blocks
 from quire.errors import ConfigError
 from quire.kernels.backend import QUANTIZATIONS
@@ -47,7 +46,6 @@ def resolve_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     if not info.causal:
         config = _without_block_reuse(config, BOTH_WAYS)
     dtype = info.dtype if config.model.dtype == "auto" else config.model.dtype
-    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     max_model_len = config.model.max_model_len
     if max_model_len is None:
         max_model_len = info.max_model_len
@@ -57,26 +55,21 @@ def resolve_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
             "(its position limit in config.json)",
             param="max_model_len",
         )
-    scheduler = config.scheduler
-    if scheduler.async_scheduling is None:
-        scheduler = dataclasses.replace(scheduler, async_scheduling=device == "cuda")
+    changes: dict[str, Any] = {}
+    if config.scheduler.async_scheduling is None:
+        changes["async_scheduling"] = device == "cuda"
     if not info.causal:
-        if scheduler.long_prefill_token_threshold:
+        if config.scheduler.long_prefill_token_threshold:
             raise ConfigError(f"long_prefill_token_threshold: {BOTH_WAYS}", param="long_prefill_token_threshold")
-        most = max(scheduler.max_num_batched_tokens, max_model_len)
-        scheduler = dataclasses.replace(scheduler, max_num_batched_tokens=most)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model, dtype=dtype, max_model_len=max_model_len, quantization=_quantization(config, info, device)
-        ),
-        scheduler=scheduler,
-        cache=dataclasses.replace(
-            config.cache,
-            kv_cache_dtype=kv_dtype,
-            enable_prefix_caching=config.cache.enable_prefix_caching is not False,
-        ),
-        device=dataclasses.replace(config.device, device=device),
+        changes["max_num_batched_tokens"] = max(config.scheduler.max_num_batched_tokens, max_model_len)
+    return config.replace(
+        device=device,
+        dtype=dtype,
+        quantization=_quantization(config, info, device),
+        kv_cache_dtype=dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.cache.enable_prefix_caching is not False,
+        **changes,
     )
 
 
@@ -139,5 +132,4 @@ def _without_block_reuse(config: EngineConfig, why: str) -> EngineConfig:
             raise ConfigError(f"{option}: {value} is not possible; {why}: {consequence}", param=option)
     if cache.enable_prefix_caching is None:
         logger.info("prefix caching is off: %s", why)
-    changes = {"enable_prefix_caching": False, "swap_space": 0, "preemption_mode": "recompute"}
-    return changed(config, changes)
+    return config.replace(enable_prefix_caching=False, swap_space=0, preemption_mode="recompute")

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.engine.advice import MIB, changed, size_text
+from quire.engine.advice import MIB, size_text
 from quire.engine.kv_cache_size import HOST_PART, fit_kv_cache
-from quire.engine.plan import GPU_RUNTIME_BYTES, RUNTIME_BYTES
-from quire.engine.resolve import load_info, resolve_config
+from quire.engine.plan import Candidate
+from quire.engine.resolve import load_info
 from quire.errors import ConfigError, QuireError
 from quire.kernels.gpu.probe import gpu_memory
 from quire.kernels.memory import available_memory
-from quire.worker.footprint import Footprint, graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +39,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a model takes without its KV cache, of which `step_bytes` by steps, and its `caches` if they are given."""
+    """What a model takes beside its caches (`fixed`), and these (`caches`) if the options give their size."""
 
     model: SharingModel
-    resolved: EngineConfig
-    footprint: Footprint
+    candidate: Candidate
     fixed: int
-    step_bytes: int
     caches: int | None
 
     @property
@@ -82,36 +79,27 @@ def _need(model: SharingModel) -> _Need:
             param="kv_resident_layers",
         )
     try:
-        info = load_info(model.config)
-        resolved = resolve_config(model.config, info)
-        footprint = Footprint(resolved, info)
+        candidate = Candidate(model.config, load_info(model.config))
+        fixed = candidate.loaded + candidate.step_bytes(candidate.config)
     except QuireError as error:
         error.message = f"{model.name}: {error.message}"
         error.args = (error.message,)
         raise
-    assert resolved.model.max_model_len is not None
-    step_bytes = footprint.step_bytes(resolved)
-    own = RUNTIME_BYTES
-    if resolved.device.device == "cuda":
-        own = GPU_RUNTIME_BYTES + graph_bytes(resolved, step_bytes, gpu_memory().total)
-    fixed = own + footprint.weights + footprint.tables(resolved.model.max_model_len) + step_bytes
-    return _Need(model, resolved, footprint, fixed, step_bytes, _asked_caches(resolved, footprint))
+    return _Need(model, candidate, fixed, _requested_caches(candidate))
 
 
 def _free(needs: Sequence[_Need]) -> int:
     """Return what is free of the memory that the models share: a GPU's if all of them run there, or the host's."""
-    if all(need.resolved.device.device == "cuda" for need in needs):
+    if all(not need.candidate.on_host for need in needs):
         return gpu_memory().free
     return available_memory()
 
 
-def _asked_caches(config: EngineConfig, footprint: Footprint) -> int | None:
+def _requested_caches(candidate: Candidate) -> int | None:
     """Return the bytes of KV cache and host pool, if the options give the size of the former."""
-    cache = config.cache
-    assert config.model.max_model_len is not None
+    cache = candidate.config.cache
     if cache.num_gpu_blocks_override is not None:
-        block_bytes = footprint.spec.block_bytes(cache.block_size, config.model.max_model_len)
-        size = cache.num_gpu_blocks_override * block_bytes
+        size = cache.num_gpu_blocks_override * candidate.block_bytes
     elif cache.kv_cache_memory_bytes is not None:
         size = cache.kv_cache_memory_bytes
     else:
@@ -152,26 +140,22 @@ def _too_large(needs: Sequence[_Need], max_loaded: int, room: int) -> ConfigErro
 
 def _share(need: _Need, caches: int) -> Share:
     """Return a model's options with `caches` bytes for its KV cache and the host's pool."""
-    config, cache = need.model.config, need.model.config.cache
-    swap_space = need.resolved.cache.swap_space  # what was requested, or 0 for a model that cannot swap
+    config, candidate = need.model.config, need.candidate
+    swap_space = candidate.config.cache.swap_space  # what was requested, or 0 for a model that cannot swap
     if need.caches is not None and swap_space is None:
-        size = need.caches * HOST_PART // (HOST_PART + 1)
-        swap_space = _host_pool(size)
-        config = changed(config, {"swap_space": swap_space})
+        swap_space = _host_pool(need.caches * HOST_PART // (HOST_PART + 1))
+        config = config.replace(swap_space=swap_space)
+    step_bytes = candidate.footprint.step_bytes
+    # Free memory with which exactly this is left after steps.
+    enough = int((caches + step_bytes(candidate.config)) / config.cache.gpu_memory_utilization) + 1
     try:
-        # Free memory with which exactly this is left after steps.
-        enough = int((caches + need.step_bytes) / cache.gpu_memory_utilization) + 1
-        resolved = changed(need.resolved, {"swap_space": swap_space})
-        spec, step_bytes = need.footprint.spec, need.footprint.step_bytes
-        fitted = fit_kv_cache(config, resolved, spec, enough, step_bytes, quiet=True)
+        resolved = candidate.config.replace(swap_space=swap_space)
+        fitted = fit_kv_cache(config, resolved, candidate.footprint.spec, enough, step_bytes, quiet=True)
     except ConfigError as error:
         raise ConfigError(f"{need.model.name}: {error.message}", param=error.param) from None
-    assert need.resolved.model.max_model_len is not None
-    block_bytes = need.footprint.spec.block_bytes(cache.block_size, need.resolved.model.max_model_len)
     if need.caches is None:
-        host = fitted.num_host_blocks * block_bytes
-        config = changed(
-            config,
-            {"kv_cache_memory_bytes": fitted.num_blocks * block_bytes, "swap_space": host if host >= MIB else 0},
+        host = fitted.num_host_blocks * candidate.block_bytes
+        config = config.replace(
+            kv_cache_memory_bytes=fitted.num_blocks * candidate.block_bytes, swap_space=host if host >= MIB else 0
         )
     return Share(config, fitted.max_model_len)

@@ -8,7 +8,6 @@ entry, never a key.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -181,8 +180,7 @@ def with_key_weights(config: EngineConfig) -> EngineConfig:
             raise ConfigError(
                 f"tenant_weights contradicts api_key_file, which has a weight for {name} too", param="tenant_weights"
             )
-    scheduler = dataclasses.replace(config.scheduler, tenant_weights={**config.scheduler.tenant_weights, **weights})
-    return dataclasses.replace(config, scheduler=scheduler)
+    return config.replace(tenant_weights={**config.scheduler.tenant_weights, **weights})
 
 
 # ---- the file of keys: one key per line, or YAML with a name and limits for each ----

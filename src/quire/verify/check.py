@@ -6,7 +6,6 @@ queries and keys, since the dimensions of a head may be ordered differently on t
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,8 +146,7 @@ def _trace(config: EngineConfig, info: ModelInfo, subject: Subject, prompt: list
     found = subject.trace(prompt)
     if found or not config.cache.latent_cache:
         return found
-    cache = dataclasses.replace(config.cache, latent_cache=False)
-    plain = Subject(dataclasses.replace(config, cache=cache), info, length=len(prompt))
+    plain = Subject(config.replace(latent_cache=False), info, length=len(prompt))
     try:
         return plain.trace(prompt)
     finally:

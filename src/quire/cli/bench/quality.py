@@ -7,7 +7,6 @@ difference is its standard error over passages. The demo model comes with passag
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import math
@@ -123,11 +122,7 @@ def read_texts(options: QualityOptions, model: str) -> list[str]:
 def variant_of(config: EngineConfig, name: str) -> EngineConfig:
     """Return the config with the dtypes of a variant."""
     dtype, quantization, kv_dtype = VARIANTS[name]
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, dtype=dtype, quantization=quantization),
-        cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
-    )
+    return config.replace(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_dtype)
 
 
 def score(config: EngineConfig, texts: Sequence[str], options: QualityOptions) -> Score:
