@@ -16,6 +16,7 @@ from quire.executor.ranks import InlineExecutor, RankedExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import ModelOutput, Pending, SchedulerOutput
 from quire.worker.worker import Worker, new_backend
+from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.ranks import rank_backends
@@ -44,7 +45,8 @@ class ThreadExecutor(RankedExecutor):
     def __init__(self, config: EngineConfig, info: ModelInfo, world_size: int) -> None:
         super().__init__()
         self.world_size = world_size
-        backends, self._barrier = rank_backends(world_size, new_backend(config))
+        backends = [new_backend(config) for _ in range(world_size)]
+        self._barrier = rank_backends(backends)
         self._threads = [ThreadPoolExecutor(1) for _ in range(world_size)]
         self.workers: list[Worker] = self.gather(
             [
@@ -80,17 +82,23 @@ class ThreadExecutor(RankedExecutor):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama."""
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_key_value_heads=2)
+    """A tiny Llama with a tokenizer."""
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama", num_key_value_heads=2, vocab_size=437)
+    return write_folder(path, "byte_level")
 
 
-OPTIONS = {"device": "reference", "dtype": "float32", "num_gpu_blocks_override": 60}
+OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 60, "num_threads": 1}
+DEVICES = ["reference", "cpu"]  # the CPU's steps are recorded, collectives included
 
 
 @pytest.fixture
-def driver(folder: Path) -> Iterator[EngineDriver]:
-    """An engine over two ranks."""
-    found = EngineDriver(folder, new_executor=lambda config, info: ThreadExecutor(config, info, 2), **OPTIONS)
+def driver(folder: Path, request: pytest.FixtureRequest) -> Iterator[EngineDriver]:
+    """An engine over two ranks, on the device of the test's parameter."""
+    device = getattr(request, "param", "reference")
+    found = EngineDriver(
+        folder, new_executor=lambda config, info: ThreadExecutor(config, info, 2), device=device, **OPTIONS
+    )
     yield found
     found.close()
 
@@ -98,11 +106,13 @@ def driver(folder: Path) -> Iterator[EngineDriver]:
 ASKS = {
     "greedy": Ask([5, 9, 11, 3, 7], SamplingParams(temperature=0.0)),
     "sampled": Ask([5, 9, 11], SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5), seeds=(3, 4)),
+    "structured": Ask([5, 9, 11], SamplingParams(temperature=1.0), grammar='start: "a" /[0-9]{3,6}/', seeds=(5, 6)),
 }
 
 
+@pytest.mark.parametrize("driver", DEVICES, indirect=True)
 def test_two_ranks_say_what_one_says(folder: Path, driver: EngineDriver) -> None:
-    single = EngineDriver(folder, **OPTIONS)
+    single = EngineDriver(folder, device=driver.core.config.device.device, **OPTIONS)
     for either in (driver, single):
         for name, ask in ASKS.items():
             either.add(name, ask)
@@ -132,7 +142,7 @@ def test_the_rank_that_failed_is_named(driver: EngineDriver) -> None:
 
 
 def test_one_rank_is_called_directly(folder: Path) -> None:
-    driver = EngineDriver(folder, **OPTIONS)
+    driver = EngineDriver(folder, device="reference", **OPTIONS)
     executor = driver.core.executor
     assert isinstance(executor, InlineExecutor) and executor.world_size == 1
     assert executor.collective_rpc("num_disk_blocks") == [0] and executor.adapters is None

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from quire.checkpoint.hf_config import load_model_info
+from quire.kernels.backend import Array, AttentionMetadata
 from quire.kernels.create import create_backend
+from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, SchedulerOutput, TokenTopLogprobs
+from quire.worker.input_batch import StepInputs
 from tests.helpers.checkpoints import oracle_logits, write_checkpoint
 from tests.helpers.runner_driver import OneGroup, RunnerDriver, Sequence
 from tests.helpers.transfers import COPY, transfers_of
@@ -399,6 +402,44 @@ def test_random_traffic_gives_every_sequence_its_own_text(folders: dict[str, Pat
             if other.seed == at.seed:
                 assert other.tokens == expected[: len(other.tokens)]
         alone.end(f"s{number}")
+
+
+class ThreeAxes(OneGroup):
+    """A model whose positions have three axes, of which it uses the second."""
+
+    position_axes = 3
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._inner = model.forward
+        self.forward = self._forward
+
+    def _forward(self, input_ids: Array, positions: Array, caches: list[Any], metadata: AttentionMetadata) -> Array:
+        assert positions.shape == (3, len(input_ids))
+        return self._inner(input_ids, positions[1], caches, metadata)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_embeddings_replace_those_of_tokens_and_positions_have_axes(folders: dict[str, Path], device: str) -> None:
+    expected = make(folders["plain"], device)
+    expected.add("a", PROMPT, GREEDY)
+    model: Any = load_model(load_model_info(folders["plain"]), expected.backend)
+    driver = RunnerDriver(ThreeAxes(model), expected.backend)
+    embeds = np.array(expected.backend.to_numpy(model.embedding(expected.backend.from_numpy(np.array(PROMPT[2:5])))))
+    driver.add("a", [*PROMPT[:2], 1, 1, 1, *PROMPT[5:]], GREEDY)
+    inputs = driver.runner.batch.inputs
+
+    def with_image(num_scheduled_tokens: dict[str, int]) -> StepInputs:
+        made = inputs(num_scheduled_tokens)
+        made.positions = np.stack([made.positions + axis - 1 for axis in range(3)]).clip(min=0)
+        made.inputs_embeds, made.embed_indices = embeds, np.array([2, 3, 4])
+        return made
+
+    driver.runner.batch.inputs = with_image  # type: ignore[method-assign]
+    assert driver.step({"a": 10}).logprobs == expected.step({"a": 10}).logprobs
+    driver.runner.batch.inputs = inputs  # type: ignore[method-assign]
+    for _ in range(3):
+        assert driver.step({"a": 1}).logprobs == expected.step({"a": 1}).logprobs
 
 
 def test_a_step_may_only_move_blocks_or_let_sequences_go(folders: dict[str, Path]) -> None:

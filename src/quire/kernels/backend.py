@@ -57,6 +57,7 @@ class AttentionMetadata:
             padding share one that no other has. A sequence without computed tokens (seq_lens is as long as its
             part of the step) starts from zeros, whatever is there.
         token_types: int64 [T], 0 or 1, for encoders that mark the two texts of a pair; None for other models.
+        inputs_embeds: rows that replace those of the embedding table; None where there are none.
         lengths: cu_query_lens and seq_lens on the host; None where a recording must hold for other steps.
         single: each sequence has exactly one token, so that row s is that of sequence s.
         plans: what a backend computes once for all layers, of any group.
@@ -74,6 +75,7 @@ class AttentionMetadata:
     further: tuple[tuple[Array, Array], ...] = ()
     state_rows: Array | None = None
     token_types: Array | None = None
+    inputs_embeds: InputsEmbeds | None = None
     lengths: StepLengths | None = None
     single: bool = False
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -84,6 +86,18 @@ class AttentionMetadata:
             return self
         block_tables, slot_mapping = self.further[group - 1]
         return replace(self, block_tables=block_tables, slot_mapping=slot_mapping)
+
+
+class InputsEmbeds(NamedTuple):
+    """Embeddings that do not come from the table of token embeddings, such as those of images.
+
+    Attributes:
+        mask: float32 [T, 1], 0 for tokens whose embedding is replaced, 1 for the others.
+        rows: float32 [T, H], the replacements; zeros for the others.
+    """
+
+    mask: Array
+    rows: Array
 
 
 class StepLengths(NamedTuple):

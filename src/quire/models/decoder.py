@@ -475,10 +475,7 @@ class Decoder:
         )
 
     def embed(self, input_ids: Array, positions: Array, metadata: AttentionMetadata) -> HiddenStates:
-        """Token ids [T] at `positions` [T] -> hidden states.
-
-        Rows of `HiddenStates.residual` may be replaced before the layers run: so embeddings of images enter.
-        """
+        """Token ids [T] at `positions` [T] -> hidden states, replaced where `metadata.inputs_embeds` says so."""
         assert self.embedding is not None, "only the first stage has an embedding"
         x = self.embedding(input_ids)
         if self.token_types is not None:
@@ -489,7 +486,10 @@ class Decoder:
             x = x + self.positions(positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return HiddenStates(scaled(x, self.embedding_scale))
+        x = scaled(x, self.embedding_scale)
+        if metadata.inputs_embeds is not None:
+            x = x * metadata.inputs_embeds.mask + metadata.inputs_embeds.rows
+        return HiddenStates(x)
 
     def run_layers(
         self, hidden: HiddenStates, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata

@@ -37,6 +37,7 @@ class Model(Protocol):
         vocab_size: columns of the logits.
         recordable: whether steps consist of backend ops only, so that they can be recorded (`Backend.graph`).
         num_token_types: rows of the table of token types that encoders for pairs of texts have; 0 for other models.
+        position_axes (optional, 1 by default): axes of positions, 3 where rotations go by time, height and width.
         classifier: pooled hidden states [R, H] -> logits of classes [R, N]; None for models without such a head.
     """
 
@@ -55,8 +56,8 @@ class Model(Protocol):
         `kv_caches` has a `LayerCache` for each attention layer, then for each layer with states a tuple of arrays, of
         the shapes of its `LayerStateSpec` with a row for each sequence in front.
 
-        input_ids and positions are int64 [T], flat over all sequences. Returns hidden states after the final norm,
-        [T, H], or [R, H] of the rows `metadata.logits_indices`.
+        input_ids and positions are int64 [T], flat over all sequences, or positions [axes, T] if the model has several
+        axes. Returns hidden states after the final norm, [T, H], or [R, H] of the rows `metadata.logits_indices`.
         """
 
     def compute_logits(self, hidden: Array) -> Array:

@@ -47,6 +47,7 @@ def load_model(
     seed: int = 0,
     lora: LoRASlots | None = None,
     latent_cache: bool = True,
+    layers: range | None = None,
 ) -> Model:
     """Build the model of `info` on `backend`, with this rank's share of its weights.
 
@@ -56,7 +57,7 @@ def load_model(
         load_format, strategy: as in `open_weights`; "dummy" invents weights from `seed`.
         allow_nonfinite: load weights that hold NaN or infinity, with a warning.
         lora: slots that layers are to enter, so that adapters can change them.
-        latent_cache: see `Builder`.
+        latent_cache, layers: see `Builder`. Of a pipeline stage only its own layers' tensors are read.
 
     Raises:
         ModelError: weights are missing, malformed, not finite, or larger than the free memory.
@@ -71,7 +72,7 @@ def load_model(
         raise ConfigError(
             f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
-    builder = partial(Builder, backend=backend, lora=lora, latent_cache=latent_cache)
+    builder = partial(Builder, backend=backend, lora=lora, latent_cache=latent_cache, layers=layers)
     if load_format == "dummy":
         return build_model(info, builder(DummyWeights(seed)), length)
     if load_format == "auto" and is_packed(info):
@@ -80,9 +81,10 @@ def load_model(
     dry_run = DryRunWeights(checkpoint)
     counter, sizes = _byte_counter(backend.dtype, backend.quantization)
     counter.rank, counter.world_size = backend.rank, backend.world_size
-    model = build_model(info, Builder(dry_run, counter, latent_cache=latent_cache), 1)
+    model = build_model(info, Builder(dry_run, counter, latent_cache=latent_cache, layers=layers), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
-    dry_run.check(model.ignored_weights + tied + _mtp_layers(info))
+    others = (r"",) if layers is not None else ()  # tensors of other stages are not this one's to miss
+    dry_run.check(model.ignored_weights + tied + _mtp_layers(info) + others)
     free = backend.available_memory()
     if sum(sizes) > free:  # before the system starts to swap or kill
         raise ModelError(
@@ -111,8 +113,8 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
         if file.header.get(name) != value:
             found = f"{name} {echo(file.header.get(name))}, and this is {echo(value)}"
             raise ModelError(f"{path}: was packed for {found}; convert again: {again}")
-    if builder.lora is not None or builder.backend.world_size > 1:
-        raise ModelError(f"{path}: packed weights take no LoRA adapters and are not split over ranks")
+    if builder.lora is not None or builder.layers is not None or builder.backend.world_size > 1:
+        raise ModelError(f"{path}: packed weights take no LoRA adapters, and are not split over ranks or stages")
     names = file.header.get("names")
     weights = PackedNames(names if isinstance(names, list) else [])
     with replaying_weights(builder.backend, file.records, f"{path}"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from quire.kernels.backend import (
     Arrays,
     AttentionMetadata,
     Backend,
+    InputsEmbeds,
     LayerCache,
     LayerwiseOffload,
     Penalties,
@@ -38,8 +39,19 @@ MAX_GRAPHS = 96  # recorded shapes; decode batches of every size up to this one 
 
 # Hidden states [T, H], None unless requested; logits [R, V] and `Backend.rows_finite` of them, None without any rows.
 ForwardOutput = tuple[Array | None, Array | None, Array | None]
-# A size, whether all hidden states are requested, whether any row has an adapter.
-Shape = tuple[StepShape, bool, bool]
+
+
+class Shape(NamedTuple):
+    """What steps of one recording have in common.
+
+    Attributes:
+        all_hidden: all hidden states are requested. adapted: some row has an adapter. replaced: some embedding is.
+    """
+
+    size: StepShape
+    all_hidden: bool = False
+    adapted: bool = False
+    replaced: bool = False
 
 
 class RunnableModel(Protocol):
@@ -95,7 +107,9 @@ class StepGraphs:
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self.last_tokens = backend.zeros((max_num_seqs + max_tokens,), "int64")
         self._sources = backend.zeros((max_tokens,), "int64")
-        self._positions = backend.zeros((max_tokens,), "int64")
+        self._position_axes = getattr(model, "position_axes", 1)
+        self._positions = backend.zeros((self._position_axes, max_tokens), "int64")
+        self._inputs_embeds: InputsEmbeds | None = None  # allocated by the first step that has any
         self._slot_mapping = backend.zeros((self._num_groups, max_tokens), "int64")
         self._cu_query_lens = backend.zeros((max_num_seqs + 1,), "int32")
         self._seq_lens = backend.zeros((max_num_seqs,), "int32")
@@ -119,10 +133,10 @@ class StepGraphs:
             inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens
         ):
             size = StepShape(tokens, sequences, rows, "no")
-        adapted = self._stage(inputs, size)
+        shape = self._stage(inputs, size)._replace(all_hidden=all_hidden)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
         self.started = self._backend.record_event()
-        hidden, logits, finite = self._compute((size, all_hidden, adapted), sequences, lengths)
+        hidden, logits, finite = self._compute(shape, sequences, lengths)
         self._warm_up.add(size)
         if size.tokens != tokens and all_hidden and hidden is not None:
             hidden = hidden[:tokens]
@@ -141,9 +155,9 @@ class StepGraphs:
             return False
         size = self._size(batch, batch, batch)
         inputs = dummy_inputs(self._num_groups, 0, 0, self._max_num_seqs)
-        self._stage(inputs, size)
+        shape = self._stage(inputs, size)
         for _ in range(RECORDED_AFTER):
-            self._compute((size, False, False), 0, None)
+            self._compute(shape, 0, None)
         self._warm_up.done(size)
         return True
 
@@ -160,10 +174,9 @@ class StepGraphs:
             inputs = dummy_inputs(self._num_groups, tokens, sequences, self._max_num_seqs)
             size = self._size(tokens, sequences, sequences)
             inputs.extra = {name: np.zeros(tokens, np.int64) for name in self._extra}
-            self._stage(inputs, size)
+            shape = self._stage(inputs, size)
             whole = size.recorded == "whole"
             lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
-            shape = size, False, False
             _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
             if logits is not None:
                 self._launch_sampling(logits)
@@ -189,8 +202,8 @@ class StepGraphs:
             return StepShape(tokens, sequences, rows, "no")
         return self._backend.step_shape(tokens, sequences, rows).within(self._max_tokens, self._max_num_seqs)
 
-    def _stage(self, inputs: StepInputs, size: StepShape) -> bool:
-        """Copy a step's inputs, padded to `size`, to the device; return whether any sequence has an adapter."""
+    def _stage(self, inputs: StepInputs, size: StepShape) -> Shape:
+        """Copy a step's inputs, padded to `size`, to the device; return what kind of step it is."""
         put, input_ids, adapted = self._stager.put, inputs.input_ids, False
         if self._lora is not None:
             slots = np.full(size.tokens, -1, np.int64)
@@ -205,7 +218,10 @@ class StepGraphs:
         else:
             put(self.last_tokens[self._max_num_seqs :], input_ids)
             put(self._sources, inputs.sources, size.tokens, self._max_num_seqs)
-        put(self._positions, inputs.positions, size.tokens)
+        positions = inputs.positions
+        if positions.ndim == 1:  # all axes have the same, as for text
+            positions = positions[None] if self._position_axes == 1 else np.tile(positions, (self._position_axes, 1))
+        put(self._positions, positions, size.tokens)
         put(self._slot_mapping, inputs.slot_mapping, size.tokens, -1)
         put(self._cu_query_lens, inputs.cu_query_lens, size.sequences + 1, int(inputs.cu_query_lens[-1]))
         put(self._seq_lens, inputs.seq_lens, size.sequences)
@@ -218,11 +234,24 @@ class StepGraphs:
         self._stager.send()
         if inputs.sources is not None:
             self._backend.gather_tokens(self._input_ids[: size.tokens], self.last_tokens, self._sources[: size.tokens])
-        return adapted
+        if inputs.inputs_embeds is not None:
+            self._stage_embeds(inputs, size)
+        return Shape(size, adapted=adapted, replaced=inputs.inputs_embeds is not None)
+
+    def _stage_embeds(self, inputs: StepInputs, size: StepShape) -> None:
+        backend, values = self._backend, inputs.inputs_embeds
+        assert values is not None
+        if self._inputs_embeds is None:
+            zeros = (backend.zeros((self._max_tokens, width)) for width in (1, values.shape[1]))
+            self._inputs_embeds = InputsEmbeds(*zeros)
+        mask, rows = np.ones((size.tokens, 1), np.float32), np.zeros((size.tokens, values.shape[1]), np.float32)
+        mask[inputs.embed_indices], rows[inputs.embed_indices] = 0.0, values
+        for target, staged in zip(self._inputs_embeds, (mask, rows), strict=True):
+            backend.assign(target[: size.tokens], staged)
 
     def _compute(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> ForwardOutput:
         """Compute what was staged; `sequences` and `lengths` are the step's own, without padding."""
-        size, recorded = shape[0], shape[0].recorded
+        size, recorded = shape.size, shape.size.recorded
         if recorded == "whole":
             hidden, logits, finite = self._graph(shape)()
         elif recorded == "pieces":
@@ -232,10 +261,9 @@ class StepGraphs:
         return hidden, logits, finite
 
     def _graph(self, shape: Shape) -> Callable[..., Arrays]:
-        size, all_hidden, adapted = shape
+        size = shape.size
         if size.recorded == "pieces":
-            size = size._replace(sequences=0)  # however many there are
-            shape = size, all_hidden, adapted
+            shape = shape._replace(size=size._replace(sequences=0))  # however many there are
         graph = self._graphs.get(shape)
         if graph is None:
             if size.recorded == "pieces":
@@ -250,8 +278,7 @@ class StepGraphs:
         return graph
 
     def _metadata(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> AttentionMetadata:
-        size, all_hidden, _ = shape
-        tokens, rows = size.tokens, size.rows
+        tokens, rows, embeds = shape.size.tokens, shape.size.rows, self._inputs_embeds
         groups = [
             (self._block_tables[group, :sequences], self._slot_mapping[group, :tokens])
             for group in range(self._num_groups)
@@ -264,19 +291,21 @@ class StepGraphs:
             block_tables=block_tables,
             slot_mapping=slot_mapping,
             # Where all tokens are sampled they are so in order.
-            logits_indices=None if all_hidden or rows == tokens else sampled,
+            logits_indices=None if shape.all_hidden or rows == tokens else sampled,
             further=tuple(groups[1:]),
             token_types=self._extra["token_types"][:tokens] if self._extra else None,
+            inputs_embeds=InputsEmbeds(*(x[:tokens] for x in embeds)) if embeds and shape.replaced else None,
             state_rows=None if self._state_rows is None else self._state_rows[:sequences],
             lengths=lengths,
             single=tokens == sequences,
         )
 
     def _build(self, shape: Shape, metadata: AttentionMetadata) -> ForwardOutput:
-        (tokens, _, rows, _), all_hidden, adapted = shape
+        (tokens, _, rows, _), all_hidden, adapted, _ = shape
         if self._lora is not None:
             self._lora.begin(tokens, rows, adapted)
-        hidden = self._model.forward(self._input_ids[:tokens], self._positions[:tokens], self._caches, metadata)
+        positions = self._positions[0, :tokens] if self._position_axes == 1 else self._positions[:, :tokens]
+        hidden = self._model.forward(self._input_ids[:tokens], positions, self._caches, metadata)
         if self._headless:
             return hidden, None, None
         if rows == 0:

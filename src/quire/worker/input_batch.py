@@ -26,13 +26,14 @@ class StepInputs:
 
     Attributes:
         rows: int64 [S], rows of the batch. num_scheduled: int64 [S], tokens of each sequence in this step.
-        input_ids: int32 [T]. positions: int64 [T].
+        input_ids: int32 [T]. positions: int64 [T]; or [axes, T] where a model has several and they differ.
         cu_query_lens, seq_lens, block_tables [G, S, blocks], slot_mapping [G, T]: see `AttentionMetadata`.
         num_logits: int64 [S], rows of logits of each sequence: 0 unless its last token is computed in this step,
             otherwise 1 and one more for each draft token that is verified.
         logits_indices: int64 [R], the tokens whose logits are computed, in the order of the sequences.
         adapter_slots: int64 [S], the LoRA slot of each sequence, -1 for none; None without LoRA.
         extra: further inputs of the model by name, a value for each token [T]: "token_types" int64.
+        inputs_embeds: float32 [E, H], which replace the embeddings of the tokens `embed_indices` int64 [E]; or None.
         sources: int64 [T]; None where the host knows all ids. Below the number of rows of the batch: the row whose last
             sampled token, on the device, is this id; from there on: that number plus the id's own index.
     """
@@ -51,6 +52,8 @@ class StepInputs:
     adapter_slots: np.ndarray | None = None
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     sources: np.ndarray | None = None
+    inputs_embeds: np.ndarray | None = None
+    embed_indices: np.ndarray | None = None
 
 
 class InputBatch:

@@ -213,6 +213,15 @@ class CPUBackend(HostMemory, Backend):
 
         return run
 
+    def collective(
+        self, exchange: Callable[[np.ndarray, np.ndarray], None], x: np.ndarray, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Return an array of this shape that `exchange(x, out)` fills with other ranks, in its turn in a recording."""
+        out = self._launcher.empty(shape)
+        source, target = np.asarray(x), np.asarray(out)
+        self._launcher.call(lambda: exchange(source, target))
+        return out
+
     def available_memory(self) -> int:
         return available_memory()
 

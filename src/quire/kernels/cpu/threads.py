@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numba
@@ -52,14 +53,27 @@ def aligned_zeros(size: int, alignment: int = CACHE_LINE) -> np.ndarray:
 
 
 class Program:
-    """Instructions that can be run again; `keep` holds the arrays they read beside those of the arena."""
+    """Instructions that can be run again, and Python functions to be called between them.
 
-    def __init__(self, rows: np.ndarray, keep: list[Any], runner: Callable[[np.ndarray], None]) -> None:
-        self.rows, self._keep, self._runner = rows, keep, runner
+    `keep` holds the arrays they read beside those of the arena.
+    """
+
+    def __init__(
+        self, steps: list[list[int] | Callable[[], None]], keep: list[Any], runner: Callable[[np.ndarray], None]
+    ) -> None:
+        self._keep, self._runner = keep, runner
+        self._parts: list[np.ndarray | Callable[[], None]] = []
+        for is_call, group in groupby(steps, callable):
+            part: list[Any] = list(group)
+            self._parts += part if is_call else [np.array(part, np.int64)]
 
     def run(self) -> None:
         """Carry out all instructions."""
-        self._runner(self.rows)
+        for part in self._parts:
+            if isinstance(part, np.ndarray):
+                self._runner(part)
+            else:
+                part()
 
 
 class Launcher:
@@ -80,7 +94,7 @@ class Launcher:
         self._masks = _core_masks(self.num_threads)
         self._lock = threading.Lock()
         self._started = False
-        self._recording: tuple[list[list[int]], list[Any]] | None = None
+        self._recording: tuple[list[list[int] | Callable[[], None]], list[Any]] | None = None
 
     @property
     def recording(self) -> bool:
@@ -132,6 +146,13 @@ class Launcher:
             self._recording[0].append(row)
             self._recording[1].extend(keep)
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a Python function, or note the call: for collectives, which wait for other ranks."""
+        if self._recording is None:
+            function()
+        else:
+            self._recording[0].append(function)
+
     @staticmethod
     def _word(arg: Argument, keep: list[Any]) -> int:
         if isinstance(arg, np.ndarray):
@@ -157,14 +178,14 @@ class Launcher:
         another program runs.
         """
         assert self._recording is None, "recordings do not nest"
-        rows: list[list[int]] = []
+        steps: list[list[int] | Callable[[], None]] = []
         keep: list[Any] = []
-        self._recording = (rows, keep)
+        self._recording = (steps, keep)
         made: list[Program] = []
         self.arena.restart()
         try:
             yield made
-            made.append(Program(np.array(rows, np.int64).reshape(-1, team.ROW), keep, self._run))
+            made.append(Program(steps, keep, self._run))
         finally:
             self._recording = None
 
