@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from quire.lang import LocalBackend, OpenAIBackend, State, assistant, gen, program, select, user
 from tests.helpers.server import Server, serve
-from tests.meta.source import ENVIRONMENT, ROOT
+from tests.meta.source import ROOT
 
 GREEDY = {"temperature": 0.0}
 
@@ -81,10 +81,17 @@ def test_forms_are_enforced_by_the_server(server: Server) -> None:
         assert state["verdict"] in ("good", "bad")
 
 
-def run(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run an example as a script, but in this process, whose kernels are compiled; return what it prints."""
+
+    def run_example(name: str, *words: str) -> str:
+        path = str(ROOT / "examples" / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *words])
+        runpy.run_path(path, run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
 
 
 EXAMPLES = {
@@ -97,19 +104,19 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "example", [name if name == "lang_json_agent" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
 )
-def test_examples_run(example: str) -> None:
-    assert EXAMPLES[example] in run(str(ROOT / "examples" / f"{example}.py"))
+def test_examples_run(run: Callable[..., str], example: str) -> None:
+    assert EXAMPLES[example] in run(example)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["lang_self_consistency", "lang_json_agent"])
-def test_examples_run_on_a_server(server: Server, example: str) -> None:
-    assert EXAMPLES[example] in run(str(ROOT / "examples" / f"{example}.py"), "--base-url", server.url + "/v1")
+def test_examples_run_on_a_server(run: Callable[..., str], server: Server, example: str) -> None:
+    assert EXAMPLES[example] in run(example, "--base-url", server.url + "/v1")
 
 
-def test_code_of_the_page_runs() -> None:
+def test_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "lang.md").read_text("utf-8")
     blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
     assert len(blocks) > 5
-    output = run("-c", "\n".join(blocks))
-    assert "cached" in output
+    exec("\n".join(blocks), {"__name__": "page"})
+    assert "cached" in capsys.readouterr().out

@@ -166,7 +166,7 @@ def test_a_pydantic_model_is_a_schema() -> None:
         name: str
 
     [part] = gen("x", schema=Person).parts
-    assert part.form.json["required"] == ["name"]  # type: ignore[union-attr]
+    assert part.structured_outputs.json["required"] == ["name"]  # type: ignore[union-attr]
 
 
 # Errors

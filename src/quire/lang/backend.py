@@ -1,17 +1,18 @@
-"""What a program runs on: the interfaces `Backend` and `Context`, and the thread with the event loop of a backend.
+"""What a program runs on: `Backend`, which has an event loop in a thread, and `Context`, the text of one state.
 
-A `Context` is one growing text or conversation; a state has one, and forks copy it. `local` and `endpoint` implement
-both. How programs are executed lives in `state` and `program`.
+Each state has a `Context`, and forks copy it. `local` and `endpoint` implement both. How programs are executed lives in
+`state` and `program`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -62,21 +63,16 @@ class Turn:
         return {"role": self.role, "content": self.content}
 
 
-@dataclass(slots=True)
-class Transcript:
-    """What a state holds: a plain text or a list of turns, never both.
+class Context(ABC):
+    """The growing text or conversation of one state. Its methods run on the backend's loop, one at a time.
 
     Attributes:
-        text: the plain text. turns: the turns of a program with roles.
+        text: the text of a program without roles. turns: those of a program with roles, which has no other text.
     """
 
-    text: str = ""
-    turns: list[Turn] = field(default_factory=list)
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether this is a program with roles."""
-        return bool(self.turns)
+    def __init__(self) -> None:
+        self.text = ""
+        self.turns: list[Turn] = []
 
     @property
     def open_turn(self) -> Turn | None:
@@ -84,7 +80,7 @@ class Transcript:
         return self.turns[-1] if self.turns and self.turns[-1].open else None
 
     def begin(self, role: str) -> str:
-        """Begin a turn; return what it adds to `shown`."""
+        """Begin a turn; return what it adds to the text that is shown."""
         if role not in ROLES:
             raise RequestError(f"role must be one of {', '.join(ROLES)}, got {echo(role)}", param="role")
         if self.text:
@@ -95,15 +91,19 @@ class Transcript:
         return f"{role}: "
 
     def end(self) -> str:
-        """End the turn; return what that adds to `shown`."""
+        """End the turn; return as `begin`."""
         turn = self.open_turn
         if turn is None:
             raise RequestError("a turn ended that had not begun")
         turn.open = False
         return "\n"
 
+    def literal(self, text: str) -> None:
+        """Append text of the program."""
+        self.append(text)
+
     def append(self, text: str) -> None:
-        """Append text, in the open turn if the program has roles."""
+        """Append text, in the open turn if the program has roles. Raises `RequestError` between turns."""
         turn = self.open_turn
         if turn is not None:
             turn.content += text
@@ -117,41 +117,20 @@ class Transcript:
         self.append("")
 
     def shown(self) -> str:
-        """The whole of it for human eyes: each turn is a line "role: content"."""
+        """Return all of it for human eyes: each turn is a line "role: content"."""
         if not self.turns:
             return self.text
         return "".join(f"{turn.role}: {turn.content}" + ("" if turn.open else "\n") for turn in self.turns)
 
     def messages(self) -> list[dict[str, str]]:
-        """The turns as chat messages."""
+        """Return the turns as chat messages."""
         return [turn.message() for turn in self.turns]
 
-    def copy(self) -> Transcript:
-        """Return an independent copy."""
-        return Transcript(self.text, [Turn(turn.role, turn.content, turn.open) for turn in self.turns])
-
-
-class Context(ABC):
-    """The model's view of one state. All methods are called on the backend's loop, one at a time.
-
-    Attributes:
-        transcript: what the state holds.
-    """
-
-    def __init__(self) -> None:
-        self.transcript = Transcript()
-
-    def literal(self, text: str) -> None:
-        """Append text of the program."""
-        self.transcript.append(text)
-
-    def begin(self, role: str) -> str:
-        """Begin a turn; return what it adds to the text that is shown."""
-        return self.transcript.begin(role)
-
-    def end(self) -> str:
-        """End the turn; return as `begin`."""
-        return self.transcript.end()
+    def copy(self) -> Self:
+        """Return an independent copy, for a fork. Fields that subclasses add are replaced, never changed in place."""
+        fork = copy.copy(self)
+        fork.turns = [replace(turn) for turn in self.turns]
+        return fork
 
     @abstractmethod
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
@@ -168,23 +147,19 @@ class Context(ABC):
     async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
         """Let the model choose, and append that. Arguments and errors as for `generate`."""
 
-    @abstractmethod
-    def copy(self) -> Context:
-        """Return an independent copy, for a fork."""
-
     async def constrained(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
         """Let the model generate one of the choices, with the sampling options that do not concern the length."""
         kept = {name: value for name, value in options.items() if name not in LENGTH_OPTIONS}
         kept["max_tokens"] = 1 + max(len(choice.encode()) for choice in select.choices)  # a token has a byte, or more
-        form = StructuredOutputParams(choice=list(select.choices))
-        capture = await self.generate(Gen(select.name, {}, form), kept, emit)
+        choices = StructuredOutputParams(choice=list(select.choices))
+        capture = await self.generate(Gen(select.name, {}, choices), kept, emit)
         if capture.text not in select.choices:
             raise GenerationError(f"{echo(capture.text)} was generated, which is none of the choices")
         return capture
 
 
-class Run(Protocol):
-    """A run of a program, as far as its backend needs to know it."""
+class Closable(Protocol):
+    """A running program, as far as its backend needs to know it."""
 
     def close(self) -> None:
         """Cancel what still runs, and wait until it has ended."""
@@ -201,7 +176,7 @@ class Backend(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._runs: set[Run] = set()
+        self._runs: set[Closable] = set()
 
     @abstractmethod
     def context(self) -> Context:
@@ -211,15 +186,15 @@ class Backend(ABC):
     async def shut_down(self) -> None:
         """Release what the backend holds; runs on its loop, once, and only if the loop was ever started."""
 
-    def enter_run(self, run: Run) -> None:
-        """Note a run that `close` has to end. Raises `QuireError` if the backend is closed."""
+    def enter_run(self, run: Closable) -> None:
+        """Register a run that `close` has to end. Raises `QuireError` if the backend is closed."""
         with self._lock:
             if self._closed:
                 raise QuireError("this backend was closed")
             self._runs.add(run)
 
-    def leave_run(self, run: Run) -> None:
-        """Forget a run that has ended."""
+    def leave_run(self, run: Closable) -> None:
+        """Unregister a run that has ended, if it is registered."""
         with self._lock:
             self._runs.discard(run)
 

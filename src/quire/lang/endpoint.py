@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,48 +32,33 @@ from quire.errors import (
     UnsupportedError,
     echo,
 )
-from quire.lang.backend import Backend, Capture, Context, Emit, Transcript
+from quire.frontend.detokenizer import StopChecker
+from quire.lang.backend import Backend, Capture, Context, Emit
 from quire.lang.parts import Gen, Select, max_tokens_of
 from quire.structured_outputs import KINDS, StructuredOutputParams
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-
-from dataclasses import dataclass, field
-
-from quire.frontend.detokenizer import StopChecker
-
 # What may differ between two gens that share a call. Seeds are drawn for each gen, so they cannot be the same.
 OWN_OPTIONS = frozenset(("stop", "max_tokens", "seed"))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Surplus:
-    """Text that the endpoint has written beyond what the program asked for.
+    """Text that the endpoint has generated beyond what the program asked for.
 
     Attributes:
-        ended: whether the model ended the text there. options: under which it was written.
+        ended: whether the model ended the text there. options: of the call that generated it.
     """
 
     text: str = ""
     ended: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def literal(self, text: str) -> None:
-        """Go past text of the program; if it is not what the model wrote, the surplus is void."""
-        if text and self.text.startswith(text):
-            self.text = self.text[len(text) :]
-        elif text:
-            self.clear()
-
-    def clear(self) -> None:
-        """Forget it."""
-        self.text, self.ended = "", False
-
-    def fill(self, text: str, options: dict[str, Any], *, ended: bool) -> None:
-        """Note what a call without stop texts gave."""
-        self.text, self.ended, self.options = text, ended, _shared(options)
+    def after(self, text: str) -> Surplus:
+        """Return what is left behind text of the program: nothing if the model has generated something else."""
+        return replace(self, text=self.text[len(text) :]) if self.text.startswith(text) else Surplus()
 
     def take(self, options: dict[str, Any]) -> Capture | None:
         """Return what a gen with these options gets out of it, or None if it needs a call of its own."""
@@ -89,14 +75,7 @@ class Surplus:
         num_bytes = len(piece.encode()) + (1 if checker.matched is None else len(checker.matched.encode()))
         if most is not None and num_bytes > most:
             return None
-        self.text = self.text[len(piece) :]
-        if not self.text:
-            self.clear()
         return Capture(piece, "stop", checker.matched, speculated=True)
-
-    def copy(self) -> Surplus:
-        """Return an independent copy."""
-        return Surplus(self.text, self.ended, self.options)
 
 
 def _shared(options: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +144,8 @@ class OpenAIBackend(Backend):
         if self._client is not None:
             await self._client.close()
 
-    async def call(self, transcript: Transcript, options: dict[str, Any], extra: dict[str, Any], emit: Emit) -> Capture:
-        """Generate behind a transcript, in its open turn.
+    async def call(self, context: Context, options: dict[str, Any], extra: dict[str, Any], emit: Emit) -> Capture:
+        """Generate behind a context, in its open turn; nothing is appended.
 
         Args:
             extra: fields of the body that are not sampling options, and that only some endpoints know.
@@ -185,13 +164,13 @@ class OpenAIBackend(Backend):
         try:
             body["model"] = self._model = self._model or await self._first_model(client)
             self.num_calls += 1
-            if transcript.has_turns:
+            if context.turns:
                 body["max_completion_tokens"] = max_tokens_of(body)
                 body.pop("max_tokens", None)
-                body["messages"] = [turn.message() for turn in transcript.turns if turn.content or not turn.open]
+                body["messages"] = [turn.message() for turn in context.turns if turn.content or not turn.open]
                 create: Any = client.chat.completions.create
             else:
-                body["max_tokens"], body["prompt"] = max_tokens_of(body), transcript.text
+                body["max_tokens"], body["prompt"] = max_tokens_of(body), context.text
                 create = client.completions.create
             async with await create(stream=True, extra_body={**more, **extra}, **body) as chunks:
                 return await _read(chunks, emit)
@@ -222,35 +201,32 @@ class EndpointContext(Context):
         self._backend = backend
         self._surplus = Surplus()
 
-    def copy(self) -> EndpointContext:
-        twin = EndpointContext(self._backend)
-        twin.transcript, twin._surplus = self.transcript.copy(), self._surplus.copy()
-        return twin
-
     def literal(self, text: str) -> None:
         super().literal(text)
-        self._surplus.literal(text)
+        self._surplus = self._surplus.after(text)
 
     def end(self) -> str:
-        self._surplus.clear()
+        self._surplus = Surplus()
         return super().end()
 
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
-        self.transcript.check_open()
-        opened = self.transcript.open_turn
+        self.check_open()
+        opened = self.open_turn
         if opened is not None and opened.role != "assistant":
             raise UnsupportedError(f"an endpoint cannot write in a turn of {opened.role}", param="role")
         self._check_options(options)
-        extra = self._form_fields(gen.form)
+        extra = self._structured_fields(gen.structured_outputs)
         capture = None
-        if self._backend.speculate and gen.form is None:
+        if self._backend.speculate and gen.structured_outputs is None:
             capture = self._surplus.take(options) or await self._speculate(options)
-            if capture is not None:
-                emit(capture.text)
-        if capture is None:
-            self._surplus.clear()
-            capture = await self._backend.call(self.transcript, options, {**extra, **self._turn_fields()}, emit)
-        self.transcript.append(capture.text)
+        if capture is not None:
+            emit(capture.text)
+            # A piece that takes all of the surplus also takes its end.
+            self._surplus = Surplus() if capture.text == self._surplus.text else self._surplus.after(capture.text)
+        else:
+            self._surplus = Surplus()
+            capture = await self._backend.call(self, options, {**extra, **self._turn_fields()}, emit)
+        self.append(capture.text)
         return capture
 
     async def select(self, select: Select, options: dict[str, Any], emit: Emit) -> Capture:
@@ -266,35 +242,34 @@ class EndpointContext(Context):
         Where an endpoint cannot go on within a turn, the whole turn is asked for again, and must begin with what is
         there already. For this the program shows the model before in which form to answer.
         """
-        transcript, before = self.transcript, ""
+        context, before = self, ""
         most = max_tokens_of(options)
         if not self._can_go_on():
-            transcript = transcript.copy()
-            turn = transcript.turns[-1]
-            before, turn.content = turn.content, ""
+            context = self.copy()
+            before, context.turns[-1].content = context.turns[-1].content, ""
         elif not options.get("stop"):
             return None  # it goes on to its end; there is no surplus
         extra = {} if before else self._turn_fields()
         asked = {name: value for name, value in options.items() if name not in ("stop", "max_tokens")}
         if most is not None:
             asked["max_tokens"] = most + len(before.encode()) + self._backend.speculated_tokens
-        answer = await self._backend.call(transcript, asked, extra, lambda piece: None)
+        answer = await self._backend.call(context, asked, extra, lambda piece: None)
         if not answer.text.startswith(before):
             raise UnsupportedError(
                 f"this endpoint cannot go on within a turn, and its own turn is another one: {echo(answer.text)}; "
                 "show the model the form of the answer, or use an endpoint with dialect='vllm'",
                 param="speculate",
             )
-        self._surplus.fill(answer.text[len(before) :], options, ended=answer.finish_reason == "stop")
+        self._surplus = Surplus(answer.text[len(before) :], answer.finish_reason == "stop", _shared(options))
         return self._surplus.take(options)
 
     def _can_go_on(self) -> bool:
-        opened = self.transcript.open_turn
+        opened = self.open_turn
         return opened is None or not opened.content or self._backend.dialect == "vllm"
 
     def _turn_fields(self) -> dict[str, Any]:
         """Return the fields that make an endpoint go on within the open turn."""
-        opened = self.transcript.open_turn
+        opened = self.open_turn
         if opened is None or not opened.content:
             return {}
         if not self._can_go_on():
@@ -308,18 +283,18 @@ class EndpointContext(Context):
         if unknown and self._backend.dialect != "vllm":
             raise UnsupportedError(f"{unknown[0]} needs an endpoint with dialect='vllm'", param=unknown[0])
 
-    def _form_fields(self, form: StructuredOutputParams | None) -> dict[str, Any]:
-        """Return the fields that ask for a form."""
-        if form is None:
+    def _structured_fields(self, params: StructuredOutputParams | None) -> dict[str, Any]:
+        """Return the fields that ask for structured output."""
+        if params is None:
             return {}
         dialect = self._backend.dialect
         if dialect == "vllm":
-            return {"structured_outputs": msgspec.to_builtins(form)}
-        if dialect == "openai" and form.json is not None and self.transcript.has_turns:
-            schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+            return {"structured_outputs": msgspec.to_builtins(params)}
+        if dialect == "openai" and params.json is not None and self.turns:
+            schema = json.loads(params.json) if isinstance(params.json, str) else params.json
             named = {"name": "answer", "schema": schema, "strict": True}
             return {"response_format": {"type": "json_schema", "json_schema": named}}
-        kind = next(name for name in KINDS if getattr(form, name) is not None)
+        kind = next(name for name in KINDS if getattr(params, name) is not None)
         name = {"json": "a schema", "choice": "a choice (select)"}.get(kind, f"a {kind}")
         where = " (or dialect='openai', in a turn)" if kind == "json" else ""
         raise UnsupportedError(f"{name} needs an endpoint with dialect='vllm'{where}", param=kind)

@@ -144,7 +144,7 @@ class LocalBackend(Backend):
         limits = self.llm.config.scheduler
         # More would be refused as an overload; here they wait instead.
         most = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
-        self.seats = asyncio.Semaphore(most)
+        self.slots = asyncio.Semaphore(most)
         self._writer: TurnWriter | None = None
 
     def context(self) -> Context:
@@ -175,17 +175,10 @@ class LocalContext(Context):
         self._num_written = 0  # turns whose content has ids; the last one perhaps only in part
         self._in_turn = False  # whether that last one is still open
 
-    def copy(self) -> LocalContext:
-        twin = LocalContext(self._backend)
-        twin.transcript = self.transcript.copy()
-        twin.token_ids = self.token_ids.copy()
-        twin._pending, twin._num_written, twin._in_turn = self._pending, self._num_written, self._in_turn
-        return twin
-
     def literal(self, text: str) -> None:
         """See `Context.literal`. In turns that the model has no part in, nothing has to wait for its ids."""
         super().literal(text)
-        if self._in_turn or not self.transcript.has_turns:
+        if self._in_turn or not self.turns:
             self._pending += text
 
     def end(self) -> str:
@@ -195,7 +188,7 @@ class LocalContext(Context):
     async def generate(self, gen: Gen, options: dict[str, Any], emit: Emit) -> Capture:
         tokenizer = await self._prepare()
         prompt = self.token_ids + self._ids_of(tokenizer, self._pending)
-        output, completion = await self._request(prompt, self._params(options, gen.form), emit)
+        output, completion = await self._request(prompt, self._params(options, gen.structured_outputs), emit)
         text, token_ids = completion.text, completion.token_ids
         kept, rest = token_ids, ""
         if isinstance(completion.stop_reason, str):
@@ -203,7 +196,7 @@ class LocalContext(Context):
         elif completion.finish_reason == "stop" and token_ids and token_ids[-1] in self._ending_ids(options):
             kept = token_ids[:-1]
         self.token_ids, self._pending = [*prompt, *kept], rest
-        self.transcript.append(text)
+        self.append(text)
         return Capture(
             text,
             completion.finish_reason,
@@ -234,7 +227,7 @@ class LocalContext(Context):
             scores[choice] = sum(logprobs) / len(logprobs)  # a choice adds text, and so at least one token
         best = max(scores, key=scores.__getitem__)
         self.token_ids, self._pending = self.token_ids + tails[best], ""
-        self.transcript.append(best)
+        self.append(best)
         emit(best)
         return Capture(
             best,
@@ -246,13 +239,13 @@ class LocalContext(Context):
 
     async def _prepare(self) -> Tokenizer:
         """Give ids to all turns before the open one, and to how that one begins; return the tokenizer."""
-        self.transcript.check_open()
+        self.check_open()
         llm = self._backend.llm
         await llm.start()
         tokenizer = llm.tokenizer
         if tokenizer is None:
             raise RequestError("programs need a tokenizer, and this engine runs without one (skip_tokenizer_init)")
-        turns, opened = self.transcript.turns, self.transcript.open_turn
+        turns, opened = self.turns, self.open_turn
         if opened is not None and not self._in_turn:
             prompt = opened.role == "assistant" and not opened.content
             new = self._backend.writer(tokenizer).write(turns, self._num_written, prompt=prompt)
@@ -262,19 +255,19 @@ class LocalContext(Context):
 
     def _ids_of(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Return the ids of text behind `token_ids`."""
-        if not self.token_ids and not self.transcript.has_turns:
+        if not self.token_ids and not self.turns:
             return tokenizer.encode(text)
         if not text:
             return []
-        if self.transcript.has_turns:
+        if self.turns:
             return self._backend.writer(tokenizer).text_ids(text)
         return continuation_ids(tokenizer, text, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
-    def _params(self, options: dict[str, Any], form: StructuredOutputParams | None) -> SamplingParams:
+    def _params(self, options: dict[str, Any], structured: StructuredOutputParams | None) -> SamplingParams:
         params = self._backend.llm.processor.default_sampling_params()
         return params.clone(
             **{**options, "max_tokens": max_tokens_of(options)},
-            structured_outputs=form,
+            structured_outputs=structured,
             output_kind=RequestOutputKind.DELTA,
         )
 
@@ -289,7 +282,7 @@ class LocalContext(Context):
             raise RequestError("there is no text yet, and this model has no token to begin one with")
         texts: list[str] = []
         token_ids: list[int] = []
-        async with self._backend.seats:
+        async with self._backend.slots:
             stream = await self._backend.llm.submit({"prompt_token_ids": prompt}, params)
             async with stream:
                 async for output in stream:

@@ -36,13 +36,12 @@ class Gen:
     """Text that the model writes.
 
     Attributes:
-        name: under which it can be read; None if nobody wants to. options: fields of `SamplingParams`.
-        form: what the text must look like.
+        name: under which it can be read, if any. options: fields of `SamplingParams`.
     """
 
     name: str | None
     options: dict[str, Any] = field(default_factory=dict)
-    form: StructuredOutputParams | None = None
+    structured_outputs: StructuredOutputParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def gen(
     if stop is not None:
         options["stop"] = stop
     check_options(options)
-    return Expression((Gen(_name(name), options, _form(regex, schema, structured_outputs)),))
+    return Expression((Gen(_name(name), options, _structured(regex, schema, structured_outputs)),))
 
 
 def select(name: str | None, choices: Sequence[str], *, method: str = "auto") -> Expression:
@@ -191,9 +190,9 @@ def _name(name: Any) -> str | None:
     return name
 
 
-def _form(regex: str | None, schema: Any, other: Any) -> StructuredOutputParams | None:
-    forms = {"regex": regex, "schema": schema, "structured_outputs": other}
-    given = [label for label, value in forms.items() if value is not None]
+def _structured(regex: str | None, schema: Any, other: Any) -> StructuredOutputParams | None:
+    kinds = {"regex": regex, "schema": schema, "structured_outputs": other}
+    given = [label for label, value in kinds.items() if value is not None]
     if len(given) > 1:
         raise RequestError(f"give one of {' and '.join(given)}, not both", param=given[1])
     if regex is not None:

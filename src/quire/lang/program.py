@@ -53,11 +53,11 @@ class Program:
             Whatever the function raised, or what went wrong in its state. A fork's error is raised where the fork is
             read, and nowhere else.
         """
-        execution = _Execution(backend, sampling, seed)
-        execution.carry_out(self._function, args, kwargs)
-        if execution.state.error is not None:
-            raise execution.state.error
-        return execution.state
+        state = _start(backend, sampling, seed)
+        self._execute(state, args, kwargs)
+        if state.error is not None:
+            raise state.error
+        return state
 
     def run_batch(
         self,
@@ -79,24 +79,18 @@ class Program:
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise RequestError(f"num_threads must be at least 1, got {echo(num_threads)}", param="num_threads")
         _check(sampling, seed)
-        executions: list[_Execution] = []
+        states: list[State] = []
+        pool = ThreadPoolExecutor(min(len(inputs) or 1, num_threads or MAX_THREADS), "quire-program")
         try:
             for index in range(len(inputs)):
-                own = None if seed is None else derived_seed(seed, index)
-                executions.append(_Execution(backend, sampling, own))
-            with ThreadPoolExecutor(min(len(inputs) or 1, num_threads or MAX_THREADS), "quire-program") as pool:
-                try:
-                    list(pool.map(lambda one: one[0].carry_out(self._function, (), one[1]), zip(executions, inputs)))
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                finally:
-                    for execution in executions:
-                        execution.close()
+                states.append(_start(backend, sampling, None if seed is None else derived_seed(seed, index)))
+            list(pool.map(lambda state, values: self._execute(state, (), values), states, inputs))
         finally:
-            for execution in executions:
-                execution.close()
-        return [execution.state for execution in executions]
+            pool.shutdown(wait=False, cancel_futures=True)
+            for state in states:
+                state.close()
+            pool.shutdown()
+        return states
 
     def stream(
         self,
@@ -118,17 +112,39 @@ class Program:
             if name is None or name == owner:
                 pieces.put(text)
 
-        execution = _Execution(backend, sampling, seed, sink)
+        state = _start(backend, sampling, seed, sink)
 
         def work() -> None:
             try:
-                execution.carry_out(self._function, args, kwargs)
+                self._execute(state, args, kwargs)
             finally:
                 pieces.put(None)
 
         thread = threading.Thread(target=work, name="quire-program", daemon=True)
         thread.start()
-        return Stream(execution, thread, pieces)
+        return Stream(state, thread, pieces)
+
+    def _execute(self, state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Call the function and wait for what it appended. An error goes to the state; an interrupt is raised, too."""
+        try:
+            state.value = self._function(state, *args, **kwargs)
+            state.wait()
+        except Exception as error:  # thread boundary: readers of the state get it
+            state.fail(error)
+        finally:
+            state.close()
+
+
+def _start(backend: Backend, sampling: Mapping[str, Any] | None, seed: int | None, sink: Sink | None = None) -> State:
+    """Return the state of a new run, which the backend closes if it is closed itself."""
+    _check(sampling, seed)
+
+    async def source() -> Context:
+        return backend.context()
+
+    state = State(backend, source, sampling=sampling or {}, seed=seed, sink=sink)
+    backend.enter_run(state)
+    return state
 
 
 class Stream:
@@ -140,9 +156,8 @@ class Stream:
         state: the program's state.
     """
 
-    def __init__(self, execution: _Execution, thread: threading.Thread, pieces: queue.SimpleQueue[str | None]) -> None:
-        self.state = execution.state
-        self._execution = execution
+    def __init__(self, state: State, thread: threading.Thread, pieces: queue.SimpleQueue[str | None]) -> None:
+        self.state = state
         self._thread = thread
         self._pieces = pieces
         self._over = False
@@ -162,7 +177,7 @@ class Stream:
     def close(self) -> None:
         """Cancel the program if it still runs, and wait for its end."""
         self._over = True
-        self._execution.close()
+        self.state.close()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -172,40 +187,9 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        # Dropped without being closed. There is no waiting in a destructor, and nobody to hear of an error.
+        # Dropped without being closed. A destructor cannot wait, and an error would reach no caller.
         if not self._over:
             self.state.cancel()
-
-
-class _Execution:
-    """One run of a program: its state, and its end, which comes exactly once."""
-
-    def __init__(
-        self, backend: Backend, sampling: Mapping[str, Any] | None, seed: int | None, sink: Sink | None = None
-    ) -> None:
-        _check(sampling, seed)
-        self._backend = backend
-
-        async def source() -> Context:
-            return backend.context()
-
-        self.state = State(backend, source, sampling=sampling or {}, seed=seed, sink=sink)
-        backend.enter_run(self)
-
-    def carry_out(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call the function and wait for what it appended. An error goes to the state; an interrupt is raised, too."""
-        try:
-            self.state.value = function(self.state, *args, **kwargs)
-            self.state.wait()
-        except Exception as error:  # thread boundary: readers of the state hear of it
-            self.state.fail(error)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cancel what still runs, and wait until it has ended."""
-        self.state.close()
-        self._backend.leave_run(self)
 
 
 def _check(sampling: Mapping[str, Any] | None, seed: int | None) -> None:

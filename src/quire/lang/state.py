@@ -1,7 +1,7 @@
 """`State`: one growing text or conversation that a program appends to, executed in the background in order.
 
-`state += gen(...)` returns at once. A task on the backend's loop carries out what was appended, one part after the
-other; `state["name"]` waits until that value is there. A fork has a task of its own, which begins with a copy of its
+`state += gen(...)` returns at once. A task on the backend's loop executes what was appended, one part after the other;
+`state["name"]` waits until that value is there. A fork has a task of its own, which begins with a copy of its
 parent's context as it is at that place of the program.
 
 When a part fails, the state keeps the error, and everything appended later fails with it. It is raised where something
@@ -24,7 +24,7 @@ from quire.lang.parts import Begin, End, Expression, Gen, Part, Select, parts_of
 
 MAX_FORKS = 1024
 
-Work = Callable[[], Awaitable[Any]]
+Job = Callable[[], Awaitable[Any]]
 # Called with each new piece of a state's text, and the name of the gen or select it belongs to.
 Sink = Callable[[str, str | None], None]
 Value = Capture | list[Capture]
@@ -42,8 +42,8 @@ class State:
     Args:
         sampling: options for every gen and select. seed: None leaves the choice of seeds to the backend; otherwise each
             gen without a seed of its own has one that depends on `seed`, `path` and its number in the state.
-        path: which fork of which fork it is.
-        source: gives the context to begin with. sink: None if nobody watches.
+        path: the indices of the forks that lead to it. source: gives the context to begin with.
+        sink: receives the text as it is generated.
 
     Attributes:
         value: what the program's function returned, once it has.
@@ -76,15 +76,15 @@ class State:
         self._current: asyncio.Future[Any] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._works: asyncio.Queue[tuple[Work, Future[Any]] | None] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[Job, Future[Any]] | None] = asyncio.Queue()
 
         async def begin() -> None:
             self._context = await source()
 
         self._submit(begin)
-        self._ended: Future[None] = asyncio.run_coroutine_threadsafe(self._drive(), self._loop)
+        self._ended: Future[None] = asyncio.run_coroutine_threadsafe(self._run_jobs(), self._loop)
 
-    # What programs write
+    # Appending
 
     def __iadd__(self, value: str | Expression) -> State:
         """Append a text or an expression. Raises `RequestError` for anything else, and once the program has ended."""
@@ -147,16 +147,16 @@ class State:
         """
         names = {name: None for fork in forks for name in fork._values if name in fork._own}
         for fork in forks:
-            fork._settle()
+            fork._drain()
         for name in names:
-            self._values[name] = _together([fork._values[name] for fork in forks if name in fork._own])
+            self._values[name] = _gather([fork._values[name] for fork in forks if name in fork._own])
             self._own.add(name)
 
     def cancel(self) -> None:
         """End the state and its forks: a running gen is aborted in the engine, and what is still missing fails."""
         self.fail(ProgramCancelledError("the state was cancelled"))
 
-    # What programs read
+    # Reading
 
     def __getitem__(self, name: str) -> Any:
         """Wait for a value and return its text; after `join` a list of texts.
@@ -179,11 +179,11 @@ class State:
 
     def text(self) -> str:
         """Wait for everything appended so far and return it; each turn is a line "role: content"."""
-        return self._read().transcript.shown()
+        return self._read().shown()
 
     def messages(self) -> list[dict[str, str]]:
         """Wait for everything appended so far and return the turns as chat messages; [] in a program without."""
-        return self._read().transcript.messages()
+        return self._read().messages()
 
     def wait(self) -> None:
         """Wait for everything appended so far. Raises what went wrong."""
@@ -194,7 +194,7 @@ class State:
         """What went wrong so far."""
         return self._error
 
-    # How it is executed
+    # Execution
 
     def _append(self, part: Part) -> None:
         if isinstance(part, Gen):
@@ -228,7 +228,7 @@ class State:
                 self._emit(part, None)
 
     def _seeded(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Give a gen its seed; called as they are carried out, so in order."""
+        """Add the seed of a gen or select; called as they are executed, so in order."""
         number, self._num_gens = self._num_gens, self._num_gens + 1
         if self._seed is None or options.get("seed") is not None:
             return options
@@ -238,25 +238,25 @@ class State:
         if self._sink is not None and text:
             self._sink(text, name)
 
-    def _submit(self, work: Work) -> Future[Any]:
+    def _submit(self, job: Job) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 raise RequestError("the program has ended; nothing can be appended to its state")
-            self._loop.call_soon_threadsafe(self._works.put_nowait, (work, future))
+            self._loop.call_soon_threadsafe(self._jobs.put_nowait, (job, future))
         return future
 
-    async def _drive(self) -> None:
-        """The task: carry out one work after the other; after an error fail all of them."""
-        while (item := await self._works.get()) is not None:
-            work, future = item
+    async def _run_jobs(self) -> None:
+        """Run one job after the other; after an error fail all of them."""
+        while (item := await self._jobs.get()) is not None:
+            job, future = item
             if self._error is None:
-                self._current = asyncio.ensure_future(work())
+                self._current = asyncio.ensure_future(job())
                 try:
                     result = await self._current
                 except asyncio.CancelledError:
                     self._error = self._error or ProgramCancelledError("the state was cancelled")
-                except Exception as error:  # task boundary: whoever reads from the state hears of it
+                except Exception as error:  # task boundary: readers of the state get it
                     self._error = error
                 finally:
                     self._current = None
@@ -271,7 +271,7 @@ class State:
         if self._current is not None:
             self._current.cancel()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Wait for everything appended so far, whether it failed or not."""
 
         async def nothing() -> None:
@@ -284,7 +284,7 @@ class State:
         done.exception()
 
     def _read(self) -> Context:
-        self._settle()
+        self._drain()
         if self._error is not None:
             raise self._error
         assert self._context is not None
@@ -304,14 +304,15 @@ class State:
         if not closed:
 
             def stop() -> None:
-                if self._current is not None or not self._works.empty():
+                if self._current is not None or not self._jobs.empty():
                     self._stop(ProgramCancelledError("the program ended before this was generated"))
-                self._works.put_nowait(None)
+                self._jobs.put_nowait(None)
 
             self._loop.call_soon_threadsafe(stop)
         for fork in self._forks:
             fork.close()
         self._ended.result()
+        self._backend.leave_run(self)
 
 
 def derived_seed(*numbers: int) -> int:
@@ -320,7 +321,7 @@ def derived_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _together(futures: Sequence[Future[Value]]) -> Future[Value]:
+def _gather(futures: Sequence[Future[Value]]) -> Future[Value]:
     """Return the captures of finished futures as one value, or the first error."""
     joined: Future[Value] = Future()
     error = next((item.exception() for item in futures if item.exception() is not None), None)
