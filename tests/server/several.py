@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
-from quire.server.metrics import Metrics, StatsLog
+from quire.server.metrics import Metrics
 from quire.server.run import create_pool
 from quire.server.served_model import ModelEntry
 from tests.helpers.fake_engine import FakeClient, fake_async_llm
@@ -45,8 +45,7 @@ class Several:
             for name in names
         ]
         config = entries[0].config
-        logs = [StatsLog() for _ in entries]
-        self.pool = create_pool(entries, config.server, self._make, self.metrics, logs)
+        self.pool = create_pool(entries, config.server, self._make, self.metrics)
         self.app = build_app(self.pool, config, self.metrics)
 
     def _make(self, config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:

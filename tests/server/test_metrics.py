@@ -278,7 +278,7 @@ def test_the_line_of_the_log() -> None:
         prefix_cache_queries=100,
         prefix_cache_hits=25,
     )
-    log.on_step(stats, 200, 50)
+    log.add(200, 50)
     now[0] = 10.0
     assert log.line(stats) == (
         "prompt 20.0 tokens/s, generation 5.0 tokens/s, running 3, waiting 2, swapped 1, KV cache 50.0%, "

@@ -1,8 +1,8 @@
 """Metrics for Prometheus, the line about throughput in the log, and the history that the playground plots.
 
 `ModelMetrics` count for one model, under vLLM's names so that existing dashboards and autoscalers work; `Metrics` are
-the server's. `ModelMetrics`, `History` and `StatsLog` are fed as `StatListener`s of an `AsyncLLM`. Gauges and counters
-of the scheduler are read from its latest snapshot at a scrape. All labels have few values, none from a client.
+the server's. `ModelMetrics` is a `StatListener` of the model's `AsyncLLM`. Gauges and counters of the scheduler are
+read from its latest snapshot at a scrape. All labels have few values, none from a client.
 """
 
 from __future__ import annotations
@@ -167,11 +167,15 @@ class ModelMetrics:
 
     Args:
         model_name: value of the label. rejections: reasons of rejections that are there from the beginning, with zero.
+
+    Attributes:
+        history: for the playground. log: for the line about throughput.
     """
 
     def __init__(self, model_name: str, rejections: Iterable[str] = ()) -> None:
         self.model_name = model_name
         self.history = History()
+        self.log = StatsLog()
         self._labels = (model_name, ENGINE)
         self._metrics: list[MetricWrapperBase] = []
         self._llm: AsyncLLM | None = None
@@ -221,6 +225,7 @@ class ModelMetrics:
     def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
         """Count the tokens of a step."""
         self.history.on_step(stats, num_prompt_tokens, num_generation_tokens)
+        self.log.add(num_prompt_tokens, num_generation_tokens)
         if num_prompt_tokens:
             self._prompt_tokens.inc(num_prompt_tokens)
         if num_generation_tokens:
@@ -478,19 +483,10 @@ class StatsLog:
         self._generation_tokens = 0
         self._before = SchedulerStats()
 
-    def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+    def add(self, num_prompt_tokens: int, num_generation_tokens: int) -> None:
         """Add up a step."""
         self._prompt_tokens += num_prompt_tokens
         self._generation_tokens += num_generation_tokens
-
-    def on_first_token(self, seconds: float) -> None:
-        """Nothing to add up."""
-
-    def on_next_token(self, seconds: float) -> None:
-        """Nothing to add up."""
-
-    def on_finished(self, request: FinishedRequest) -> None:
-        """Nothing to add up."""
 
     def line(self, latest: SchedulerStats) -> str | None:
         """Return the line for the time since the last call, or None if nothing happened in it.

@@ -39,7 +39,7 @@ from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
 from quire.server.health import liveness
 from quire.server.listen import listening, reload_certificate, url_of, uvicorn_config
-from quire.server.metrics import Metrics, StatsLog
+from quire.server.metrics import Metrics, ModelMetrics
 from quire.server.model_pool import ModelPool
 from quire.server.served_model import ModelEntry, ServedModel
 from quire.server_config import ServerConfig
@@ -130,9 +130,8 @@ class _ServerProcess:
     ) -> None:
         self.config = config
         self.listener = listener
-        self.stats_logs = [StatsLog() for _ in entries]
         self.metrics = Metrics()
-        pool = create_pool(entries, config.server, make_llm, self.metrics, self.stats_logs)
+        pool = create_pool(entries, config.server, make_llm, self.metrics)
         app = build_app(pool, config, self.metrics)
         self.context: ServerContext = app.state.context
         options = uvicorn_config(app, config.server, farewell_seconds=FAREWELL_SECONDS)
@@ -241,10 +240,12 @@ class _ServerProcess:
     async def _log_stats(self) -> None:
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            for model, log in zip(self.context.models.models, self.stats_logs, strict=True):
-                line = log.line(model.llm.stats)
+            models = self.context.models.models
+            for model in models:
+                name = model.names[0]
+                line = self.metrics.model(name).log.line(model.llm.stats)
                 if line is not None:
-                    logger.info("%s%s", f"{model.names[0]}: " if len(self.stats_logs) > 1 else "", line)
+                    logger.info("%s%s", f"{name}: " if len(models) > 1 else "", line)
 
     async def _notify_watchdog(self) -> None:
         """Send systemd's watchdog what it expects while the server is alive."""
@@ -267,20 +268,10 @@ class _ServerProcess:
             logger.warning("listening on %s without an API key: whoever reaches this port can use the model", host)
 
 
-def create_pool(
-    entries: Sequence[ModelEntry],
-    server: ServerConfig,
-    make_llm: MakeLLM,
-    metrics: Metrics,
-    listeners: Sequence[StatListener],
-) -> ModelPool:
-    """Return the pool of these models, none of them started; `listeners` has one for each model."""
-    models = [
-        _served(entry, make_llm, metrics, listener, essential=len(entries) == 1)
-        for entry, listener in zip(entries, listeners, strict=True)
-    ]
+def create_pool(entries: Sequence[ModelEntry], server: ServerConfig, make_llm: MakeLLM, metrics: Metrics) -> ModelPool:
+    """Return the pool of these models, none of them started."""
     return ModelPool(
-        models,
+        [_served(entry, make_llm, metrics.model(entry.names[0]), essential=len(entries) == 1) for entry in entries],
         max_loaded=server.max_loaded_models,
         load_timeout=server.model_load_timeout,
         idle_timeout=server.model_idle_timeout,
@@ -288,14 +279,10 @@ def create_pool(
     )
 
 
-def _served(
-    entry: ModelEntry, make_llm: MakeLLM, metrics: Metrics, listener: StatListener, *, essential: bool
-) -> ServedModel:
-    own = metrics.model(entry.names[0])
-
+def _served(entry: ModelEntry, make_llm: MakeLLM, metrics: ModelMetrics, *, essential: bool) -> ServedModel:
     def make() -> AsyncLLM:
-        llm = make_llm(entry.config, [own, listener])
-        own.attach(llm)
+        llm = make_llm(entry.config, [metrics])
+        metrics.attach(llm)
         return llm
 
     return ServedModel(
@@ -306,7 +293,7 @@ def _served(
         essential=essential,
         make_llm=make,
         max_model_len=entry.max_model_len,
-        on_sleep=own.on_sleep,
+        on_sleep=metrics.on_sleep,
     )
 
 
