@@ -16,18 +16,57 @@ HI = [{"role": "user", "content": "hi"}]
 VOCAB = 268
 
 
-def check_error(response: httpx.Response, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    """Check everything that is promised of every error; return the error object."""
-    assert response.status_code == status, response.text
+# Anthropic's type of error for a status; other statuses below 500 are invalid_request_error, others above api_error.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def check_refused(
+    response: httpx.Response, *words: str, status: int = 400, code: str | None = None, param: str | None = None
+) -> str:
+    """Check what is promised of every error, in the shape of the API of its path; return its message.
+
+    Args:
+        words: in the message. code, param: of OpenAI's error objects; without a code they are not looked at.
+    """
+    assert response.status_code == status, response.text[:2000]
     assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
+    request_id = response.headers["x-request-id"]
     assert len(response.content) <= 4096
     assert not LEAKS.search(response.text), response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    assert error["message"]
-    assert (error["code"], error["param"]) == (code, param), error
+    body, path = response.json(), response.request.url.path
+    if path.startswith("/v1/messages"):
+        assert response.headers["request-id"] == request_id
+        kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        message = body["error"]["message"]
+        assert body == {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    elif path.startswith("/api/"):
+        message = body["error"]
+        assert body == {"error": message}
+    else:
+        error = body["error"]
+        message, wanted = error["message"], (error["code"], error["param"]) if code is None else (code, param)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        assert body == {"error": {"message": message, "type": kind, "code": wanted[0], "param": wanted[1]}}, error
+    assert message and message.isprintable()
+    for word in words:
+        assert word in message, message
+    return str(message)
+
+
+def check_error(response: httpx.Response, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    """Check an error of OpenAI's API; return the error object."""
+    check_refused(response, status=status, code=code, param=param)
+    error: dict[str, Any] = response.json()["error"]
     return error
 
 

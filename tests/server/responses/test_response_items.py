@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from quire.server.responses import running
-from quire.server.responses.items import seal
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import check_error, prompt_of
-from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, family_server, refused, says
+from tests.server.responses.asking import LEAVE, LOOK, PATH, ask, refused, says
 from tests.server.responses.spec import check
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
@@ -67,145 +66,6 @@ def test_calls_reasoning_and_outputs_become_messages(family: LiveServer) -> None
         {"role": "tool", "tool_call_id": "c2", "content": "gone"},
     ]
     same_prompt(family, messages, input=items, tools=[LOOK, LEAVE])
-
-
-@pytest.mark.parametrize(
-    ("value", "param", "code"),
-    [
-        (5, "input", "invalid_type"),
-        ([], "input", "empty_array"),
-        (["a"], "input[0]", "invalid_type"),
-        ([{}], "input[0].type", "missing_required_parameter"),
-        ([{"type": "mcp_call"}], "input[0].type", "unsupported_parameter"),
-        ([{"type": "what"}], "input[0].type", "invalid_value"),
-        ([{"role": "tool", "content": "a"}], "input[0].role", "invalid_value"),
-        ([{"role": "user"}], "input[0].content", "missing_required_parameter"),
-        ([{"role": "user", "content": []}], "input[0].content", "empty_array"),
-        ([{"role": "user", "content": "a", "naem": "b"}], "input[0].naem", "unknown_parameter"),
-        ([{"role": "assistant", "content": "a", "phase": "other"}], "input[0].phase", "invalid_value"),
-        ([{"role": "user", "content": "a", "phase": "commentary"}], "input[0].phase", "invalid_value"),
-        ([{**CUSTOM, "call_id": "c1"}, OUTPUT], "input[1].call_id", "invalid_value"),
-        ([CALL, {**OUTPUT, "type": "custom_tool_call_output"}], "input[1].call_id", "invalid_value"),
-        ([{"type": "custom_tool_call", "call_id": "c", "name": "n"}], "input[0].input", "missing_required_parameter"),
-        (
-            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}],
-            "input[0].content[1].type",
-            "unsupported_content_type",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "output_text", "text": "a"}]}],
-            "input[0].content[0].type",
-            "invalid_value",
-        ),
-        ([{"role": "user", "content": "a"}, OUTPUT], "input[1].call_id", "invalid_value"),
-        ([CALL, CALL], "input[1].call_id", "invalid_value"),
-        ([{**CALL, "name": "a b"}], "input[0].name", "invalid_value"),
-        ([{**CALL, "namespace": "x"}], "input[0].namespace", "unsupported_parameter"),
-        ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output[0].type", "unsupported_content_type"),
-        ([{"type": "reasoning", "encrypted_content": "x"}], "input[0].encrypted_content", "invalid_value"),
-        ([{"type": "reasoning", "encrypted_content": seal("x")[:-1]}], "input[0].encrypted_content", "invalid_value"),
-        ([{"type": "reasoning", "encrypted_content": seal("x") + "."}], "input[0].encrypted_content", "invalid_value"),
-        ([{"type": "reasoning", "encrypted_content": 5}], "input[0].encrypted_content", "invalid_type"),
-        (
-            [{"type": "reasoning", "encrypted_content": seal("x").replace("1", "2", 1)}],
-            "input[0].encrypted_content",
-            "invalid_value",
-        ),
-        ([{"type": "reasoning", "content": [{"type": "a", "text": ""}]}], "input[0].content[0].type", "invalid_value"),
-        ([{"id": "msg_nobody"}], "input[0].id", "item_not_found"),
-        ([{"role": "user", "content": "x" * 5000}], "input", "context_length_exceeded"),
-        ([{"role": "user", "content": ""}] * 8193, "input", "array_above_max_length"),
-    ],
-)
-def test_bad_items(family: LiveServer, value: Any, param: str, code: str) -> None:
-    check_error(refused(family, input=value), 400, code, param)
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "code"),
-    [
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "missing_required_parameter"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strnig"}}}},
-            "text.format.schema",
-            "invalid_json_schema",
-        ),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "invalid_value"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [LOOK, {"type": "function"}]}, "tools[1].name", "missing_required_parameter"),
-        ({"tools": [LOOK, LOOK]}, "tools[1].name", "invalid_value"),
-        ({"tools": [{**LOOK, "output_schema": {}}]}, "tools[0].output_schema", "unsupported_parameter"),
-        (
-            {"tools": [LEAVE, {**LOOK, "strict": True, "parameters": {"properties": {"a": {"type": "x"}}}}]},
-            "tools[1].parameters",
-            "invalid_function_parameters",
-        ),
-        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "invalid_value"),
-        ({"tools": [LOOK], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "unsupported_parameter"),
-        (
-            {"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
-            "tool_choice.mode",
-            "invalid_value",
-        ),
-        (
-            {"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
-            "tool_choice.tools[0].name",
-            "invalid_value",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value"),
-        ({"max_tokens": 5}, "max_tokens", "unsupported_parameter"),
-        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "integer_above_max_value"),
-        ({"include": ["file_search_call.results"]}, "include[0]", "unsupported_parameter"),
-        ({"reasoning": {"summary": "concise"}}, "reasoning.summary", "unsupported_parameter"),
-        ({"reasoning": {"generate_summary": "detailed"}}, "reasoning.generate_summary", "unsupported_parameter"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].name", "missing_required_parameter"),
-        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name", "invalid_value"),
-        ({"tools": [LOOK, {"type": "custom", "name": "look"}]}, "tools[1].name", "invalid_value"),
-        ({"tools": [{"type": "custom", "name": "n", "parameters": {}}]}, "tools[0].parameters", "unknown_parameter"),
-        ({"tools": [{"type": "custom", "name": "n", "format": "text"}]}, "tools[0].format", "invalid_type"),
-        (
-            {"tools": [{"type": "custom", "name": "n", "format": {"type": "grammar", "syntax": "lark"}}]},
-            "tools[0].format.type",
-            "unsupported_parameter",
-        ),
-        ({"tools": [LOOK], "tool_choice": {"type": "custom", "name": "look"}}, "tool_choice.name", "invalid_value"),
-        (
-            {"tools": [{"type": "custom", "name": "n"}], "tool_choice": {"type": "function", "name": "n"}},
-            "tool_choice.name",
-            "invalid_value",
-        ),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
-        ({"metadata": {str(index): "" for index in range(17)}}, "metadata", "object_above_max_properties"),
-        ({"metadata": {"a" * 65: ""}}, "metadata", "string_above_max_length"),
-        ({"metadata": {"a": "b" * 513}}, "metadata", "string_above_max_length"),
-        ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
-        ({"stream_options": {}}, "stream_options", "invalid_value"),
-        ({"background": True, "store": False}, "background", "invalid_value"),
-        ({"temperature": 3}, "temperature", "decimal_above_max_value"),
-        ({"input": None}, "input", "missing_required_parameter"),
-        ({"inptu": "a"}, "inptu", "unknown_parameter"),
-    ],
-)
-def test_bad_fields(family: LiveServer, body: dict[str, Any], param: str, code: str) -> None:
-    error = check_error(refused(family, **body), 400, code, param)
-    assert not {"response_format", "max_completion_tokens", "messages"} & set(error["message"].split())
-
-
-def test_unknown_fields_can_be_ignored_at_any_depth() -> None:
-    live = family_server(ignore_unknown_fields=True)
-    try:
-        ask(
-            live,
-            what=1,
-            input=[{"role": "user", "what": 1, "content": [{"type": "input_text", "text": "a", "what": 1}]}],
-            tools=[{**LOOK, "what": 1}],
-            text={"format": {"type": "text", "what": 1}},
-        )
-    finally:
-        live.close()
 
 
 def test_input_items_are_listed_page_by_page(family: LiveServer) -> None:
