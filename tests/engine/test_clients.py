@@ -77,7 +77,7 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
         client = create_client(config_for(folder), kind)
         try:
             ready = await client.start()
-            assert (ready.num_blocks, ready.vocab_size) == (64, 1000) and ready.engine_id
+            assert (ready.num_blocks, ready.vocab_size) == (64, 1000) and ready.incarnation
             client.send(request("a"))
             client.send(request("endless", max_tokens=100_000))
             tokens = await tokens_of(client, "a")
@@ -198,7 +198,7 @@ async def main():
     for number in range(3):
         client.send(msgspec.json.decode(sys.argv[2].replace("NUMBER", str(number)), type=EngineRequest))
     await client.receive()
-    print(ready.engine_id, flush=True)
+    print(ready.incarnation, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -222,14 +222,14 @@ def test_a_client_process_that_is_killed_leaves_nothing_in_the_engine_and_others
             other = another_process(engine, request("theirs-NUMBER", 400, (PACED, 1)))
             assert other.stdout is not None
             with other.stdout:
-                engine_id = (await asyncio.to_thread(other.stdout.readline)).decode().strip()
+                incarnation = (await asyncio.to_thread(other.stdout.readline)).decode().strip()
             stats = (await call(client, "stats")).value
             assert stats is not None and stats["num_running"] == 4
             other.kill()
             other.wait()
             await until_idle(client, num_running=1)
             again = SocketClient(engine.connect())
-            assert (await again.start()).engine_id == engine_id, "a client that comes back finds the same engine"
+            assert (await again.start()).incarnation == incarnation, "a client that comes back finds the same engine"
             again.send(request("theirs-0", 4))
             assert len(await tokens_of(again, "theirs-0")) == 4
             await again.close()
@@ -316,7 +316,7 @@ def test_after_a_restart_of_the_engine_its_clients_connect_again(engine: EngineP
             ids = set()
             clients = [SocketClient(first.connect()), SocketClient(first.connect())]
             for client in clients:
-                ids.add((await client.start()).engine_id)
+                ids.add((await client.start()).incarnation)
             clients[0].send(request("bad", prompt=(KILL, 1)))
             for client in clients:
                 with pytest.raises(EngineDeadError):
@@ -329,7 +329,7 @@ def test_after_a_restart_of_the_engine_its_clients_connect_again(engine: EngineP
             await late.close()
             second.start()
             client = SocketClient(second.connect())
-            ids.add((await client.start()).engine_id)
+            ids.add((await client.start()).incarnation)
             client.send(request("a"))
             assert len(await tokens_of(client, "a")) == 4
             await client.close()

@@ -141,7 +141,7 @@ class ThreadClient(EngineClient):
         core: EngineCore | None = None
         try:
             core = EngineCore(self._config)
-            self._deliver(msgspec.structs.replace(core.ready, engine_id=uuid.uuid4().hex))
+            self._deliver(msgspec.structs.replace(core.ready, incarnation=uuid.uuid4().hex))
             run(core, self._clients)
             self._deliver(EngineDeadError("the engine was closed"))
         except Exception as error:  # thread boundary: the client must hear of whatever ended the engine

@@ -102,7 +102,7 @@ class Ready(msgspec.Struct, tag=True):
     """The model is loaded and the KV cache allocated.
 
     `lora_vocab_size`: most token ids that requests with a LoRA adapter may have; None where there are no adapters.
-    `engine_id`: of this run of the engine. After a restart it is another one, and caches and adapters are gone.
+    `incarnation`: of the engine; after a restart it is another one, and caches and adapters are gone.
     """
 
     num_blocks: int
@@ -111,7 +111,7 @@ class Ready(msgspec.Struct, tag=True):
     vocab_size: int
     max_num_seqs: int
     lora_vocab_size: int | None = None
-    engine_id: str = ""
+    incarnation: str = ""
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -292,7 +292,7 @@ def serve(
         core = make_core(config)
         observer.idle()
         clients.on_wait = observer.wait
-        clients.start(msgspec.structs.replace(core.ready, engine_id=uuid.uuid4().hex))
+        clients.start(msgspec.structs.replace(core.ready, incarnation=uuid.uuid4().hex))
         run(core, clients, observer)
         observer.stop()
         core.close()

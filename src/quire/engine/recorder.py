@@ -6,10 +6,12 @@ timeline of a request is made on demand, by going through the steps since its ar
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -43,16 +45,6 @@ class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
     num_sequences: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
     since_us: Annotated[int, msgspec.Meta(ge=0)] = 0
     until_us: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-    @property
-    def since(self) -> float:
-        """As `since_us`, in seconds."""
-        return self.since_us / MICROSECONDS
-
-    @property
-    def until(self) -> float:
-        """As `until_us`, in seconds."""
-        return self.until_us / MICROSECONDS
 
 
 class Admission(NamedTuple):
@@ -135,14 +127,13 @@ class FlightRecorder:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._ring: list[StepRecord | None] = [None] * MAX_STEPS
-        self._first = self._next = 0  # numbers of steps; number n is at n % MAX_STEPS
+        self._steps: deque[StepRecord] = deque()
         self._num_entries = 0
         self._ended = 0.0  # when the last step did
         self._waits: deque[tuple[str, float]] = deque(maxlen=MAX_WAITS)
 
     def __len__(self) -> int:
-        return self._next - self._first
+        return len(self._steps)
 
     def begin(self, plan: SchedulerOutput, scheduler: Scheduler) -> StepRecord:
         """Record a step that is about to be executed."""
@@ -162,13 +153,10 @@ class FlightRecorder:
             record.preempted = [_preemption(scheduler, name) for name in plan.preempted_sequence_ids]
         if plan.forks:
             record.forked = [fork.sequence_id for fork in plan.forks]
-        if len(self) == MAX_STEPS:
-            self._drop()
-        self._ring[self._next % MAX_STEPS] = record
-        self._next += 1
+        self._steps.append(record)
         self._num_entries += len(record.scheduled)
-        while self._num_entries > MAX_ENTRIES and len(self) > 1:
-            self._drop()
+        while len(self._steps) > MAX_STEPS or (self._num_entries > MAX_ENTRIES and len(self._steps) > 1):
+            self._num_entries -= len(self._steps.popleft().scheduled)
         return record
 
     def end(self, record: StepRecord, stats: SchedulerStats, host_gap: float = 0.0) -> None:
@@ -184,42 +172,24 @@ class FlightRecorder:
 
     def last(self, count: int = 5) -> list[str]:
         """Return a line for each of the last steps, the newest last."""
-        return [str(self._at(number)) for number in range(max(self._first, self._next - count), self._next)]
-
-    def _drop(self) -> None:
-        place = self._first % MAX_STEPS
-        dropped = self._ring[place]
-        assert dropped is not None
-        self._ring[place] = None
-        self._num_entries -= len(dropped.scheduled)
-        self._first += 1
-
-    def _at(self, number: int) -> StepRecord:
-        record = self._ring[number % MAX_STEPS]
-        assert record is not None
-        return record
-
-    def _between(self, since: float, until: float) -> Iterator[StepRecord]:
-        """Yield the steps that began in this time, and the one before."""
-        numbers = range(self._first, self._next)
-        start = bisect_left(numbers, since, key=lambda number: self._at(number).started)
-        for number in numbers[max(start - 1, 0) :]:
-            record = self._at(number)
-            if until and record.started > until:
-                return
-            yield record
+        return [str(record) for record in list(self._steps)[-count:]]
 
     def timeline(self, show: ShowTimeline) -> dict[str, Any]:
         """Return what happened to a request, JSON-like; points in time are seconds of the engine's clock.
 
         `complete` is whether all of its steps are still recorded. See `_Timeline` for the rest.
         """
-        request = _Timeline(self, show)
-        for record in self._between(show.since, show.until):
+        since, until = show.since_us / MICROSECONDS, show.until_us / MICROSECONDS or math.inf
+        request = _Timeline(self, show, since)
+        # From the one before it arrived, which may still have run then.
+        start = bisect_left(self._steps, since, key=lambda record: record.started)
+        for record in islice(self._steps, max(start - 1, 0), None):
+            if record.started > until:
+                break
             request.add(record)
         answer = request.summary()
-        oldest = self._at(self._first).started if len(self) else self._clock()
-        answer["complete"] = request.begun or (not request.steps and oldest <= show.since)
+        oldest = self._steps[0].started if self._steps else self._clock()
+        answer["complete"] = request.begun or (not request.steps and oldest <= since)
         waits = [seconds for name, seconds in self._waits if _belongs(name, show.request_id)]
         answer["grammar_seconds"] = max(waits, default=0.0)
         return answer
@@ -232,13 +202,12 @@ class _Timeline:
         begun: whether its first admission is among them.
     """
 
-    def __init__(self, recorder: FlightRecorder, show: ShowTimeline) -> None:
+    def __init__(self, recorder: FlightRecorder, show: ShowTimeline, since: float) -> None:
         self._recorder = recorder
         self._id = show.request_id
-        self._since = show.since
+        self._since = since
         count = min(show.num_sequences, MAX_FOLLOWED)
-        names = [show.request_id] if show.num_sequences == 1 else [f"{show.request_id}-{i}" for i in range(count)]
-        self._names = dict.fromkeys(names)
+        self._names = {show.request_id} if show.num_sequences == 1 else {f"{self._id}-{i}" for i in range(count)}
         self.begun = False
         self.steps: list[tuple[StepRecord, int]] = []
         self._events: list[dict[str, Any]] = []
@@ -259,7 +228,7 @@ class _Timeline:
                 self._add_admission(record, admission)
         for name in record.forked or ():
             if len(self._names) < MAX_FOLLOWED and _belongs(name, self._id):
-                self._names[name] = None
+                self._names.add(name)
         scheduled = record.scheduled
         own = sum([scheduled[name] for name in self._names if name in scheduled])
         if own:
@@ -269,7 +238,7 @@ class _Timeline:
 
     def _add_admission(self, record: StepRecord, admission: Admission) -> None:
         if len(self._names) < MAX_FOLLOWED:
-            self._names[admission.sequence_id] = None
+            self._names.add(admission.sequence_id)
         left = admission.num_tokens - admission.num_computed
         if self._preemption is not None:
             self._num_recompute = (self._num_recompute or 0) + left
