@@ -17,7 +17,6 @@ from tests.frontend.families_markup import (
     KIMI_K2,
     QWEN3,
     QWEN3_CODER,
-    QWEN25,
 )
 
 LLAMA31 = r"""{{- bos_token }}
@@ -538,7 +537,6 @@ _GEMMA_NAMED = {"bos_token": "<bos>", "eos_token": "<eos>"}
 FAMILIES: dict[str, Family] = {
     "llama31": Family(LLAMA31, _LLAMA, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
     "llama4": Family(LLAMA4, _LLAMA4, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"}),
-    "qwen25": Family(QWEN25, _CHATML, _QWEN_NAMED, _QWEN_PLAIN[:2]),
     "qwen3": Family(QWEN3, _CHATML, _QWEN_NAMED, _QWEN_PLAIN),
     "qwen3_coder": Family(QWEN3_CODER, _CHATML, _QWEN_NAMED, _QWEN_PLAIN[:2]),
     "mistral_v3": Family(MISTRAL_V3, _MISTRAL, _MISTRAL_NAMED),

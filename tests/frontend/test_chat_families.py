@@ -138,18 +138,18 @@ def backend_of(family: str) -> str:
 
 
 @functools.cache
-def template_of(family: str) -> ChatTemplate:
+def template_of(family: str, source: str | None = None) -> ChatTemplate:
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend_of(family)), special_tokens=FAMILIES[family].named)
-    return ChatTemplate(FAMILIES[family].template, tokenizer)
+    return ChatTemplate(source or FAMILIES[family].template, tokenizer)
 
 
 @functools.cache
-def oracle_of(family: str) -> Any:
+def oracle_of(family: str, source: str | None = None) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     known = FAMILIES[family]
     backend = tokenizers.Tokenizer.from_str(backend_of(family))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=known.template, **known.named)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source or known.template, **known.named)
 
 
 def theirs(family: str, messages: Any, **options: Any) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat, detect, format_named
-from tests.frontend.templates import STYLES
+from tests.frontend.families import FAMILIES
 
 # What the templates of these families contain, as far as it shows the format.
 TEMPLATES = {
@@ -47,13 +47,9 @@ def test_detect(names: tuple[str | None, str | None]) -> None:
 
 
 def test_detect_in_whole_templates() -> None:
-    found = {
-        name: (form.calls and form.calls.name, form.reasoning and form.reasoning.name)
-        for name, form in ((name, detect(source)) for name, source in STYLES.items())
-    }
-    assert found["llama3"] == ("llama3_json", None)
-    assert found["qwen"] == ("hermes", "qwen3")
-    assert found["phi3"] == (None, None)
+    for family, names in (("llama31", ("llama3_json", None)), ("qwen3", ("hermes", "qwen3")), ("gemma3", (None, None))):
+        found = detect(FAMILIES[family].template)
+        assert (found.calls and found.calls.name, found.reasoning and found.reasoning.name) == names
 
 
 def test_names() -> None:
