@@ -28,7 +28,8 @@ from tests.frontend.formats.cases import (
     tokenizer_for,
 )
 
-MARKED = pytest.mark.parametrize("marked", ["none", "calls", "all"])
+MARKINGS = ("none", "calls", "all")
+MARKED = pytest.mark.parametrize("marked", MARKINGS)
 FORM_SCHEMA = {
     "type": "object",
     "properties": {"answer": {"type": "integer"}},
@@ -64,14 +65,23 @@ WALKED = [
 ]
 
 
+def with_markings(name: str, items: list[Any], ids: Any = str) -> pytest.MarkDecorator:
+    """Run each item with one of the markings, these in turns; with the other two among the slow tests."""
+    rows = [
+        pytest.param(item, marked, id=f"{ids(item)}-{marked}", marks=() if turn % 3 == place else pytest.mark.slow)
+        for turn, item in enumerate(items)
+        for place, marked in enumerate(MARKINGS)
+    ]
+    return pytest.mark.parametrize((name, "marked"), rows)
+
+
 def grammar_of(model: MessageFormat, special: dict[str, int], **spec: Any) -> str:
     grammar = model.grammar(MessageSpec(special_tokens=special, end_tokens=[EOS], **spec))
     assert grammar is not None
     return grammar
 
 
-@MARKED
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@with_markings("case", CASES, lambda case: case.id)
 def test_accepts_what_the_family_writes(case: Case, marked: str) -> None:
     form = case.message_format()
     backend, guide, special = tokenizer_for(form, marked)
@@ -335,8 +345,7 @@ ASKS: list[dict[str, Any]] = [
 ]
 
 
-@MARKED
-@pytest.mark.parametrize("name", FORMATS)
+@with_markings("name", list(FORMATS))
 def test_whatever_is_drawn_is_what_was_asked_for(name: str, marked: str) -> None:
     rng = random.Random(name)
     reasoning = {"mistral": "mistral", "gemma4": "gemma4", "openai": None}.get(name, "qwen3")
