@@ -2,13 +2,13 @@
 
     QuireError                  something went wrong inside                500  exit 1
       ConfigError               a bad option, flag, or YAML key            400  exit 2
-        AddressInUseError       somebody else listens there                400  exit 98
+        AddressInUseError       the address is taken                       400  exit 98
       ModelError                a bad model folder, file, or tensor        500  exit 2
       RequestError              the caller's fault; names the field        400  exit 2
         ContextLengthError      prompt (+ max_tokens) does not fit         400
         UnsupportedError        a known field this engine cannot honour    400
         NotFoundError           no such model, route, or object            404
-      GenerationError           the engine gave up one request         500  exit 1
+      GenerationError           the engine gave up one request             500  exit 1
       OverloadedError           queues are full; try again later           503
       EngineAsleepError         the engine was put to sleep                503
       EngineDeadError           the engine process is gone                 503  exit 70
@@ -123,7 +123,7 @@ class OverloadedError(QuireError):
 
 
 class EngineAsleepError(QuireError):
-    """The engine has let go of its memory until somebody wakes it up."""
+    """The engine has freed its memory and serves nothing until it is woken up."""
 
     http_status = 503
     default_code = "engine_asleep"

@@ -1,7 +1,7 @@
 """How log records are written: as text or as JSON, one record no matter what is in it, at a bounded rate.
 
-A leaf, for every process of ours uses it; which options a command has for it is the command's business. Whoever wants
-fields besides the message gives them with the record: `logger.info("...", extra={"fields": {"status": 200}})`.
+Every process of ours uses it, so it imports nothing above it; commands have options for it. Fields besides the message
+come with the record: `logger.info("...", extra={"fields": {"status": 200}})`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 CONTINUED = "\n    | "
 SECONDS_APART = 1.0  # between two warnings of a kind
 MOST_KINDS = 1000
-# They tell of every HTTP request and compiled function; of interest only to who asked for everything.
+# They log every HTTP request and compiled function, which is of interest at the level debug only.
 TALKATIVE = ("numba", "httpcore", "httpx", "urllib3", "filelock", "asyncio")
 
 # Control characters, separators of lines and paragraphs, and marks that turn the direction of writing.

@@ -1,4 +1,4 @@
-"""`PoolingParams`: what one request wants of a model whose output is a vector or a score. Fields, defaults and bounds.
+"""`PoolingParams`: the options of one request to a model that makes vectors or scores. Fields, defaults and bounds.
 
 Names are vLLM's. What the model can do is checked in `frontend.pooling`; nothing here knows about models or HTTP.
 """

@@ -188,7 +188,7 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, omit_defaults=True
 
 
 class LogitsProcessorParams(msgspec.Struct, omit_defaults=True):
-    """One logits processor that a request wants: the name it is registered under, and its arguments."""
+    """One logits processor of a request: the name it is registered under, and its arguments."""
 
     name: str
     args: dict[str, Any] = {}

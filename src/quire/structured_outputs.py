@@ -1,4 +1,4 @@
-"""`StructuredOutputParams`: which form one request wants its text in. Fields, defaults, and what excludes what.
+"""`StructuredOutputParams`: how the text of one request is constrained. Fields, defaults, and what excludes what.
 
 Names are those of vLLM's `structured_outputs`. Whether a schema, regex or grammar is sound is found out where it is
 compiled (`quire.structured`).

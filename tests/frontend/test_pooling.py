@@ -17,7 +17,7 @@ from quire.errors import ContextLengthError, ModelError, RequestError, Unsupport
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
 from quire.frontend.input_processor import InputProcessor, RequestInput
-from quire.frontend.pooling import INSTRUCTION, JUDGE, pair_input, with_prompt
+from quire.frontend.pooling import DEFAULT_INSTRUCTION, RERANKER_PROMPT, pair_input, with_prompt
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
 from tests.helpers.fake_engine import fake_front_model
@@ -73,10 +73,10 @@ def test_what_qwens_reranker_is_asked_is_its_makers_template() -> None:
     front, processor = front_of(chatml())
     start, end = "<|im_start|>", "<|im_end|>"
     expected = (
-        f"{start}system\n{JUDGE}{end}\n{start}user\n<Instruct>: {{}}\n<Query>: how?\n<Document>: so{end}\n"
+        f"{start}system\n{RERANKER_PROMPT}{end}\n{start}user\n<Instruct>: {{}}\n<Query>: how?\n<Document>: so{end}\n"
         f"{start}assistant\n<think>\n\n</think>\n\n"
     )
-    assert question(front, processor, "how?", "so") == expected.format(INSTRUCTION)
+    assert question(front, processor, "how?", "so") == expected.format(DEFAULT_INSTRUCTION)
     assert question(front, processor, "how?", "so", instruction="Judge well") == expected.format("Judge well")
 
 

@@ -62,12 +62,12 @@ def test_characters_of_several_bytes() -> None:
 
 def test_what_was_found_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
-    index = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size)
     monkeypatch.setattr(sequence_breakers, "MAX_CACHED", 3)
+    index = SequenceBreakerIndex(tokenizer, tokenizer.vocab_size)
     first = index.spellings(["a"])
     for text in "bcdef":
         index.spellings([text])
-    assert len(index._cache) == 3
+    assert index._found.cache_info().currsize == 3
     assert index.spellings(["a"]) == first
 
 

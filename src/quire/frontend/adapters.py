@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from quire.config import EngineConfig
 from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, echo
 
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.01, 0.5
-MODULE_FIELDS = frozenset({"name", "path", "base_model_name"})
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class LoRAModule:
+class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of `--lora-modules`. base_model_name: the model it belongs to, None for the first one."""
 
-    name: str
-    path: str
-    base_model_name: str | None = None
+    name: Name
+    path: Name
+    base_model_name: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,12 @@ def _parse_module(spec: str) -> LoRAModule:
             raise ConfigError(f"lora_modules: {echo(spec)} must be NAME=PATH or a JSON object", param="lora_modules")
         return LoRAModule(name, path)
     try:
-        fields = json.loads(spec)
-    except ValueError as error:
-        raise ConfigError(f"lora_modules: {echo(spec)} is not JSON: {error}", param="lora_modules") from None
-    texts = isinstance(fields, dict) and all(isinstance(value, str) and value for value in fields.values())
-    if not texts or not {"name", "path"} <= fields.keys() <= MODULE_FIELDS:
+        return msgspec.json.decode(spec, type=LoRAModule)
+    except msgspec.DecodeError as error:
         raise ConfigError(
-            f"lora_modules: {echo(spec)} must have name, path and perhaps base_model_name, as texts",
+            f"lora_modules: {echo(spec)} must have name, path and perhaps base_model_name, as texts: {error}",
             param="lora_modules",
-        )
-    return LoRAModule(**fields)
+        ) from None
 
 
 class AdapterRegistry:

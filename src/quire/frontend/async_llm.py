@@ -124,7 +124,6 @@ class AsyncLLM:
         self._grammar_threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self._stats_calls: set[int] = set()
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
@@ -507,15 +506,14 @@ class AsyncLLM:
         self._alive()
         await self._client.wait()
         self._alive()
+        return await self._call(method, **arguments)
+
+    def _call(self, method: str, **arguments: int | bool | str) -> asyncio.Future[dict[str, Any]]:
         assert self._loop is not None
         self._num_calls += 1
-        call_id = self._num_calls
-        answer = self._calls[call_id] = self._loop.create_future()
-        self._client.send(Call(call_id=call_id, method=method, arguments=arguments))
-        try:
-            return await answer
-        finally:
-            self._calls.pop(call_id, None)
+        self._calls[self._num_calls] = answer = self._loop.create_future()
+        self._client.send(Call(call_id=self._num_calls, method=method, arguments=arguments))
+        return answer
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
@@ -583,16 +581,18 @@ class AsyncLLM:
                     self._started().process(message)
         except EngineDeadError as error:
             self._die(error)
-        except Exception as error:  # task boundary: every stream must hear of it
+        except Exception as error:  # task boundary: it ends every stream
             logger.exception("the front end failed")
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
 
     def _refresh_stats(self) -> None:
         """Request new numbers: an idle engine sends nothing, so those of its last step would stay."""
         if self._client.running:
-            self._num_calls += 1
-            self._stats_calls.add(self._num_calls)
-            self._client.send(Call(call_id=self._num_calls, method="stats"))
+            self._call("stats").add_done_callback(self._take_stats)
+
+    def _take_stats(self, answer: asyncio.Future[dict[str, Any]]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._stats = msgspec.convert(answer.result(), SchedulerStats)
 
     def _on_engine_death(self) -> None:
         self._fail_calls(EngineDeadError("the engine died before it had answered"))
@@ -602,14 +602,9 @@ class AsyncLLM:
         self._refresh_stats()
 
     def _answer(self, result: CallResult) -> None:
-        if result.call_id in self._stats_calls:
-            self._stats_calls.remove(result.call_id)
-            if result.value is not None:
-                self._stats = msgspec.convert(result.value, SchedulerStats)
-            return
         answer = self._calls.pop(result.call_id, None)
         if answer is None or answer.done():
-            return
+            return  # whoever called does not wait any more
         if result.error is not None:
             answer.set_exception(QuireError(result.error))
         else:
@@ -627,7 +622,6 @@ class AsyncLLM:
             if not answer.done():
                 answer.set_exception(error)
         self._calls.clear()
-        self._stats_calls.clear()
 
     def _started(self) -> RequestProcessor:
         assert self._requests is not None, "start() comes first"

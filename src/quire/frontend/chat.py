@@ -272,7 +272,7 @@ class _Arguments:
         return "content" if self.continue_final_message else None
 
     def check(self, template: ChatTemplate) -> None:
-        """Raise `RequestError` for what no template could make something of, and for documents nobody reads."""
+        """Raise `RequestError` for what no template can render, and for documents that this one does not read."""
         if not isinstance(self.messages, list | tuple):
             raise wrong_type("messages", "a list of objects", self.messages)
         if not self.messages:

@@ -26,7 +26,7 @@ WIDE_FIELD = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^{}]*\{")  # wide as written, o
 PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
 
 
-class Refused(TemplateError):
+class TemplateRefusalError(TemplateError):
     """A template refuses the conversation, by `raise_exception`, or does more than it may."""
 
 
@@ -46,20 +46,20 @@ class Budget(threading.local):
         self.deadline = time.thread_time() + MAX_SECONDS
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps off; raise `Refused` when none, or no time, is left."""
+        """Take steps off; raise `TemplateRefusalError` when none, or no time, is left."""
         self.steps -= steps
         if self.steps < 0:
-            raise Refused("the chat template takes too many steps for this conversation")
+            raise TemplateRefusalError("the chat template takes too many steps for this conversation")
         if self.steps <= self.next_look:
             self.next_look = self.steps - STEPS_PER_LOOK
             if time.thread_time() > self.deadline:
-                raise Refused("the chat template takes too long for this conversation")
+                raise TemplateRefusalError("the chat template takes too long for this conversation")
 
     def make(self, chars: int) -> None:
         """Take the characters of a text off that is about to be made."""
         self.chars -= chars
         if chars > MAX_OUTPUT_CHARS or self.chars < 0:
-            raise Refused("the chat template makes a text that is too long")
+            raise TemplateRefusalError("the chat template makes a text that is too long")
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield from a collection at the price of a step each."""
@@ -90,7 +90,7 @@ class Budget(threading.local):
             self._check_product(left, right)
         elif operator == "**":
             if abs(right) > 64 or abs(left) > 2**32:
-                raise Refused("the chat template makes a number that is too large")
+                raise TemplateRefusalError("the chat template makes a number that is too large")
         elif isinstance(left, str):
             self.check_format(left, right)
 
@@ -98,15 +98,15 @@ class Budget(threading.local):
         for first, second in ((left, right), (right, left)):
             if isinstance(first, str | list | tuple) and isinstance(second, int):
                 if len(first) * second > MAX_REPEAT:
-                    raise Refused("the chat template makes a text that is too long")
+                    raise TemplateRefusalError("the chat template makes a text that is too long")
                 self.make(max(0, len(first) * second))
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_INT_BITS:
-            raise Refused("the chat template makes a number that is too large")
+            raise TemplateRefusalError("the chat template makes a number that is too large")
 
     def check_format(self, form: str, *values: Any) -> None:
         """Price the filling in of values: each field may hold all of them, but none may be widened by much."""
         if WIDE_FIELD.search(form):
-            raise Refused("the chat template formats a text that is too long")
+            raise TemplateRefusalError("the chat template formats a text that is too long")
         before = self.chars
         for value in values:
             self.weigh(value)
@@ -133,7 +133,7 @@ class Budget(threading.local):
     def check_width(self, width: Any) -> None:
         """Refuse to pad or indent by very much."""
         if isinstance(width, int) and width > MAX_WIDTH:
-            raise Refused("the chat template makes a text that is too long")
+            raise TemplateRefusalError("the chat template makes a text that is too long")
 
     def check_replace(self, text: Any, old: Any, new: Any) -> None:
         """Price `text.replace(old, new)`."""

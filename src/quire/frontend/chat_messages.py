@@ -35,7 +35,7 @@ class TemplateTraits:
 
     Args:
         render: renders messages with the template, or returns None if it fails on them.
-        content_format: "auto", or "string" or "openai" to settle the matter of content.
+        content_format: "auto", or "string" or "openai", which decides about content.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]]], str | None], content_format: str = "auto") -> None:

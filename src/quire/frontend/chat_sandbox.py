@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from quire.errors import RequestError
-from quire.frontend.chat_bounds import MAX_OUTPUT_CHARS, Budget, Refused
+from quire.frontend.chat_bounds import MAX_OUTPUT_CHARS, Budget, TemplateRefusalError
 
 MAX_MESSAGE = 500
 COUNTED, JOINED = "_counted", "_joined"
@@ -258,8 +258,8 @@ def render_bounded(template: Template, context: Mapping[str, Any]) -> str:
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_OUTPUT_CHARS:
-                raise Refused(f"the chat template makes more than {MAX_OUTPUT_CHARS} characters")
-    except Refused as error:
+                raise TemplateRefusalError(f"the chat template makes more than {MAX_OUTPUT_CHARS} characters")
+    except TemplateRefusalError as error:
         raise RequestError(str(error)[:MAX_MESSAGE], param="messages") from None
     except _RUNTIME_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
@@ -268,7 +268,7 @@ def render_bounded(template: Template, context: Mapping[str, Any]) -> str:
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise Refused(str(message))
+    raise TemplateRefusalError(str(message))
 
 
 def _strftime_now(form: str) -> str:

@@ -434,7 +434,7 @@ class LLM:
         """Free memory until `wake_up`: at level 1 that of the KV cache, at level 2 also the weights'.
 
         Cached prefixes are forgotten, except those on disk. Meanwhile `generate` and its like raise
-        `EngineAsleepError`: whoever wants the memory for something else must not lose it by surprise.
+        `EngineAsleepError`; only `wake_up` takes the memory again.
 
         Raises:
             RequestError: there is no such level.

@@ -37,13 +37,13 @@ T = TypeVar("T")
 # Which of a folder's prompts belong to the two sides of a search, as sentence-transformers names them.
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-# What the makers of Qwen3-Reranker ask their model (Zhang et al. 2025, section 2), and their instruction.
-JUDGE = (
+# The prompt of Qwen3-Reranker (Zhang et al. 2025, section 2), and its default instruction.
+RERANKER_PROMPT = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
 )
 ABORTED = "request_aborted"
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PAIR_ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
 
 
@@ -116,7 +116,7 @@ def pair_input(
         longest = (most + 64) * tokenizer.max_chars_per_token
         query, document = query[:longest], document[:longest]
     if spec.logit_score is not None:
-        ids = _question(front, processor, tokenizer, query, document, instruction)
+        ids = _reranker_prompt(front, processor, tokenizer, query, document, instruction)
         if most is not None and len(ids) > most:
             raise UnsupportedError(
                 f"{param}: the pair has {len(ids)} tokens, and what the model is asked cannot be cut to {most}",
@@ -129,7 +129,7 @@ def pair_input(
     return RequestInput(ids, params.clone(token_type_start=start), param)
 
 
-def _question(
+def _reranker_prompt(
     front: FrontModel,
     processor: InputProcessor,
     tokenizer: Tokenizer,
@@ -144,16 +144,25 @@ def _question(
         if instruction is not None:
             messages.insert(0, {"role": "system", "content": instruction})
         return template.encode(messages, processor)
-    default = INSTRUCTION if spec.default_prompt is None else spec.prompts[spec.default_prompt]
+    default = DEFAULT_INSTRUCTION if spec.default_prompt is None else spec.prompts[spec.default_prompt]
     body = f"<Instruct>: {instruction or default}\n<Query>: {query}\n<Document>: {document}"
     control = tokenizer.control_tokens
     if "<|im_start|>" in control and "<|im_end|>" in control:
         start, end = control["<|im_start|>"], control["<|im_end|>"]
-        turns: list[str | int] = [start, f"system\n{JUDGE}", end, "\n", start, f"user\n{body}", end, "\n"]
+        turns: list[str | int] = [
+            start,
+            f"system\n{RERANKER_PROMPT}",
+            end,
+            "\n",
+            start,
+            f"user\n{body}",
+            end,
+            "\n",
+        ]
         return tokenizer.encode_segments([*turns, start, "assistant\n<think>\n\n</think>\n\n"])
     if template is None:
-        return tokenizer.encode_segments([f"{JUDGE}\n{body}\n"])
-    messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": body}]
+        return tokenizer.encode_segments([f"{RERANKER_PROMPT}\n{body}\n"])
+    messages = [{"role": "system", "content": RERANKER_PROMPT}, {"role": "user", "content": body}]
     return template.encode(messages, processor, variables={"enable_thinking": False})
 
 

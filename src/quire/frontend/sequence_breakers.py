@@ -6,8 +6,8 @@ be followed by the rest. As in llama.cpp, the rest is tokenized in one way only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
@@ -36,14 +36,14 @@ class SequenceBreakerIndex:
         self._array = np.frombuffer(self._bytes, dtype=np.uint8)
         self._starts = np.zeros(len(pieces) + 1, dtype=np.int64)
         np.cumsum([len(piece) for piece in pieces], out=self._starts[1:])
-        self._cache: OrderedDict[str, list[Spelling]] = OrderedDict()
+        self._found = lru_cache(MAX_CACHED)(self._search)
 
     def spellings(self, texts: Iterable[str]) -> list[Spelling]:
         """Return the ways to spell any of `texts`. Raises `RequestError` if they are too many."""
         whole: set[int] = set()
         found: list[Spelling] = []
         for text in texts:
-            for heads, tail in self._of(text):
+            for heads, tail in self._found(text):
                 if tail:
                     found.append((heads, tail))
                 else:
@@ -55,14 +55,6 @@ class SequenceBreakerIndex:
                 param="dry_sequence_breakers",
             )
         return [(sorted(whole), []), *found] if whole else found
-
-    def _of(self, text: str) -> list[Spelling]:
-        known = self._cache.get(text)
-        if known is None:
-            known = self._cache[text] = self._search(text)
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
-        return known
 
     def _search(self, text: str) -> list[Spelling]:
         check_text(text, "dry_sequence_breakers")

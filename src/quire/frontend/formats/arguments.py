@@ -68,17 +68,17 @@ class ToolSchemaError(RequestError):
         self.index = index
 
 
-def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index: int, loose: bool = False) -> str:
+def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index: int, unenforced: bool = False) -> str:
     """Add a rule for the arguments of a call of `tool`, which has number `index` in the request; return its name.
 
     Args:
-        loose: whatever arguments the notation can express, instead of what the schema says.
+        unenforced: whatever arguments the notation can express, instead of what the schema says.
 
     Raises:
         ToolSchemaError: for a part of the schema that cannot be enforced in this notation.
     """
     options = JsonOptions(additional_properties=not tool.strict, ordered=tool.strict)
-    schema: dict[str, Any] = {} if loose else dict(tool.parameters)
+    schema: dict[str, Any] = {} if unenforced else dict(tool.parameters)
     try:
         if isinstance(notation, JsonObject):
             return _add_json(builder, schema, options)
@@ -87,12 +87,14 @@ def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index
         raise ToolSchemaError(index, error) from None
 
 
-def add_json_call(builder: GrammarBuilder, tool: Tool, index: int, keys: tuple[str, str], loose: bool = False) -> str:
+def add_json_call(
+    builder: GrammarBuilder, tool: Tool, index: int, keys: tuple[str, str], unenforced: bool = False
+) -> str:
     """Add a rule for a call as one JSON object, of which `keys` name function and arguments; return its name.
 
     Raises as `add_arguments`.
     """
-    schema: dict[str, Any] = {} if loose else dict(tool.parameters)
+    schema: dict[str, Any] = {} if unenforced else dict(tool.parameters)
     definitions = {key: schema.pop(key) for key in DEFINITIONS if key in schema}
     name, arguments = keys
     whole = {

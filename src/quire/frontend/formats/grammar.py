@@ -48,8 +48,8 @@ def must_call(spec: MessageSpec) -> bool:
     return spec.choice == "required" or spec.choice.startswith("function:")
 
 
-def loose_after(form: StructuredOutputParams | None) -> bool:
-    """Whether blanks between reasoning and content are nobody's: content in this form never begins with one."""
+def ignores_leading_blanks(form: StructuredOutputParams | None) -> bool:
+    """Whether blanks between reasoning and content belong to neither, as content in this form never begins with one."""
     if form is None or form.json is not None or form.json_object is not None:
         return True
     return form.choice is not None and not any(choice[0] in BLANK_CHARS for choice in form.choice)
@@ -109,7 +109,7 @@ class MessageGrammar:
     """The grammar of one message.
 
     Args:
-        loose: numbers of the tools whose arguments are not held to their schemas.
+        unenforced: numbers of the tools whose arguments are not held to their schemas.
 
     Raises:
         ToolSchemaError: from `text`, for a schema that cannot be enforced. RequestError: as `add_structured_output`.
@@ -120,12 +120,12 @@ class MessageGrammar:
         calls: CallFormat | None,
         reasoning: ReasoningFormat | None,
         spec: MessageSpec,
-        loose: frozenset[int] = frozenset(),
+        unenforced: frozenset[int] = frozenset(),
     ) -> None:
         self._calls = calls
         self._reasoning = reasoning
         self._spec = spec
-        self._loose = loose
+        self._unenforced = unenforced
         self._arguments: dict[int, str] = {}
         self._tools = allowed_tools(spec) if calls is not None else []
         self._builder = GrammarBuilder(spec.special_tokens)
@@ -144,7 +144,7 @@ class MessageGrammar:
         if reasoning is None:
             return self._builder.lark(self._builder.rule(self._body(form, None), "message"))
         thoughts = self._writer.until(reasoning.end)
-        if not loose_after(self._spec.structured_outputs):
+        if not ignores_leading_blanks(self._spec.structured_outputs):
             thoughts += " " + literal(reasoning.after) if reasoning.after else ""
         elif form is not None:
             thoughts += " " + self._writer.blank()
@@ -204,7 +204,7 @@ class MessageGrammar:
         ways = []
         for tool in self._tools:
             index = self._spec.tools.index(tool)
-            ways.append(add_json_call(self._builder, tool, index, (names[-2], names[-1]), index in self._loose))
+            ways.append(add_json_call(self._builder, tool, index, (names[-2], names[-1]), index in self._unenforced))
         return self._builder.rule(" | ".join(ways), "calls")
 
     def _run(self, calls: CallFormat, begun: Mapping[str, str] | None = None) -> str:
@@ -223,8 +223,8 @@ class MessageGrammar:
         for tool in self._tools:
             index = self._spec.tools.index(tool)
             if index not in self._arguments:
-                loose = index in self._loose
-                self._arguments[index] = add_arguments(builder, calls.notation, tool, index, loose)
+                unenforced = index in self._unenforced
+                self._arguments[index] = add_arguments(builder, calls.notation, tool, index, unenforced)
             arguments = self._arguments[index]
             ways.append(self._parts(calls.call, tool.name, arguments))
             first = self._parts(whole[skip:], tool.name, arguments)

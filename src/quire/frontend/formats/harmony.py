@@ -41,8 +41,8 @@ REASONING = ReasoningFormat(
 )
 
 
-def harmony_grammar(spec: MessageSpec, loose: frozenset[int]) -> str | None:
-    """Return the grammar of a turn; None if there is nothing to constrain. `loose` and errors as `MessageGrammar`."""
+def harmony_grammar(spec: MessageSpec, unenforced: frozenset[int]) -> str | None:
+    """Return the grammar of a turn; None if there is nothing to constrain. Arguments as for `MessageGrammar`."""
     tools = allowed_tools(spec)
     if not tools and spec.structured_outputs is None:
         return None
@@ -62,7 +62,7 @@ def harmony_grammar(spec: MessageSpec, loose: frozenset[int]) -> str | None:
         calls = []
         for tool in tools:
             index = spec.tools.index(tool)
-            arguments = add_arguments(builder, JsonObject(), tool, index, index in loose)
+            arguments = add_arguments(builder, JsonObject(), tool, index, index in unenforced)
             kind = f'(" " {mark(CONSTRAIN)}? "json")?'
             recipient = f'" to={NAMESPACE}{tool.name}"'
             calls.append(f'{mark(CHANNEL)} "commentary" {recipient} {kind} {mark(MESSAGE)} {arguments}')

@@ -1,5 +1,5 @@
-"""`match`: whether parts of a call stand at some place in a text. A pure function, so that it can be asked again when
-more text is there; what it reads is bounded, for between parts it takes only so many blanks.
+"""`match`: whether parts of a call stand at some place in a text. A pure function, so that it can be called again
+when more text is there; what it reads is bounded, for between parts it takes only so many blanks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def match(parts: Iterable[Part], text: str, at: int, ended: bool, names: Iterabl
     found = Found(at)
     for part in parts:
         match part:
-            case Text(text=wanted):
-                at = _text(wanted, text, at, ended)
+            case Text(text=expected):
+                at = _text(expected, text, at, ended)
             case Blank():
                 at = _blanks(text, at, ended)
             case Name():
@@ -80,10 +80,10 @@ def first_chars(parts: Iterable[Part], names: Iterable[str]) -> frozenset[str] |
     return None
 
 
-def _text(wanted: str, text: str, at: int, ended: bool) -> int:
-    if text.startswith(wanted, at):
-        return at + len(wanted)
-    if len(text) - at < len(wanted) and wanted.startswith(text[at:]):
+def _text(expected: str, text: str, at: int, ended: bool) -> int:
+    if text.startswith(expected, at):
+        return at + len(expected)
+    if len(text) - at < len(expected) and expected.startswith(text[at:]):
         return CUT if ended else MORE
     return NO
 
@@ -123,7 +123,7 @@ def _arguments(part: Arguments, stop: str, text: str, at: int, ended: bool) -> i
     if isinstance(part.notation, Tagged):
         begin = _blanks(text, at, ended)
         outcomes = (
-            [_text(wanted, text, begin, ended) for wanted in (part.notation.key_open, stop)] if begin >= 0 else []
+            [_text(expected, text, begin, ended) for expected in (part.notation.key_open, stop)] if begin >= 0 else []
         )
         if any(outcome >= 0 for outcome in outcomes):
             return at

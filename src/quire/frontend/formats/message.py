@@ -1,8 +1,7 @@
-"""What is asked of an assistant's message, and what becomes of it: plain data that formats, server and `LLM` share.
+"""What an assistant's message may contain, and the parsed message: plain data that formats, server and `LLM` share.
 
 A message is reasoning, content and tool calls. A parser turns the generated text into the events below, however it is
-cut into pieces; whoever wants the whole message adds the events up (`Message`). So a stream and a whole answer cannot
-differ.
+cut into pieces; `Message` adds the events up. So a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ it never ends, and the rest of it, up to where the format has its end, is droppe
 from __future__ import annotations
 
 from quire.frontend.formats.events import ReadingParser, Trimmed
-from quire.frontend.formats.grammar import loose_after
+from quire.frontend.formats.grammar import ignores_leading_blanks
 from quire.frontend.formats.match import CUT, MORE, NO, Found, first_chars, match
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.parameters import read_arguments
@@ -111,7 +111,7 @@ class CallParser(ReadingParser):
         )
         if not found_end:
             return
-        if loose_after(self._spec.structured_outputs):
+        if ignores_leading_blanks(self._spec.structured_outputs):
             yield from self._source.blanks()
         elif reasoning.after:
             yield from self._source.literal(reasoning.after)

@@ -33,7 +33,7 @@ class MessageFormat:
     """How one model writes messages.
 
     Args:
-        calls: None for a model that is not told of tools. reasoning: None for one that does not reason.
+        calls: None for a model whose template renders no tools. reasoning: None for one that does not reason.
         special_tokens: texts and ids of the tokenizer's special tokens.
     """
 
@@ -82,7 +82,7 @@ class MessageFormat:
         return not self.harmony and prompt_tail.rstrip().endswith(self.reasoning.end)
 
     def grammar(self, spec: MessageSpec) -> str | None:
-        """Return the constraint of the message that is asked for; None if there is nothing to constrain.
+        """Return the grammar of the message; None if there is nothing to constrain.
 
         Raises:
             RequestError: a tool's parameters cannot be enforced (invalid_function_parameters, with the pointer to the
@@ -115,13 +115,13 @@ class MessageFormat:
                 refused.add(index)
         return frozenset(refused)
 
-    def _grammar(self, spec: MessageSpec, loose: frozenset[int]) -> str | None:
+    def _grammar(self, spec: MessageSpec, unenforced: frozenset[int]) -> str | None:
         if self.harmony:
-            return harmony_grammar(spec, loose)
-        return MessageGrammar(self.calls, self._reasoning_of(spec), spec, loose).text()
+            return harmony_grammar(spec, unenforced)
+        return MessageGrammar(self.calls, self._reasoning_of(spec), spec, unenforced).text()
 
     def parser(self, spec: MessageSpec) -> MessageParser:
-        """Return a parser for the message that is asked for."""
+        """Return a parser for the message."""
         if self.harmony:
             return HarmonyParser(spec)
         calls = self.calls if allowed_tools(spec) else None

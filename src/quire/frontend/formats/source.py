@@ -108,26 +108,26 @@ class Source:
         markers: Markers,
         sink: Sink,
         dropped: frozenset[str] = frozenset(),
-        wanted: str = "",
+        target: str = "",
         rejected: Callable[[int], bool] | None = None,
         closed: bool = False,
     ) -> Reading[str]:
         """Read up to and including the first marker, "" if the end comes first; the text before it goes to `sink`.
 
         Args:
-            dropped: markers that are left out, and do not end the text, but for `wanted`. rejected: called with where
-                `wanted` ends, says whether it is none, however the text goes on. closed: a marker must come, so that
+            dropped: markers that are left out, and do not end the text, but for `target`. rejected: called with where
+                `target` ends, says whether it is none, however the text goes on. closed: a marker must come, so that
                 the beginning of one at the end is none of the text.
         """
         start = self.pos
         while True:
             at, end = markers.find(self.text, start, self.ended)
             found = self.text[at:end] if end else ""
-            if found == wanted and rejected is not None and rejected(end):
+            if found == target and rejected is not None and rejected(end):
                 if found not in dropped:
                     start = end
                     continue
-            elif found and (found == wanted or found not in dropped):
+            elif found and (found == target or found not in dropped):
                 self._pass(sink, at)
                 self.pos = end
                 return found
