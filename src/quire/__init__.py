@@ -57,32 +57,23 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "LLM": "quire.frontend.llm",
-    "AsyncLLM": "quire.frontend.async_llm",
-    "BeamSearchOutput": "quire.outputs",
-    "BeamSearchParams": "quire.sampling_params",
-    "BeamSearchSequence": "quire.outputs",
-    "ClassificationRequestOutput": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "EmbeddingRequestOutput": "quire.outputs",
-    "EngineConfig": "quire.config",
-    "LoRARequest": "quire.engine_request",
-    "PoolingParams": "quire.pooling_params",
-    "PoolingRequestOutput": "quire.outputs",
-    "QuireError": "quire.errors",
-    "RequestOutput": "quire.outputs",
-    "RequestOutputKind": "quire.sampling_params",
-    "SamplingParams": "quire.sampling_params",
-    "ScoringRequestOutput": "quire.outputs",
-    "StructuredOutputParams": "quire.structured_outputs",
+_NAMES = {
+    "quire.config": ("EngineConfig",),
+    "quire.engine_request": ("LoRARequest",),
+    "quire.errors": ("QuireError",),
+    "quire.frontend.async_llm": ("AsyncLLM",),
+    "quire.frontend.llm": ("LLM",),
+    "quire.pooling_params": ("PoolingParams",),
+    "quire.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "quire.structured_outputs": ("StructuredOutputParams",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "quire.outputs")), name)
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.test_output_processor import Listener
+from tests.helpers.errors import refused
 from tests.helpers.fake_engine import FakeClient, fake_async_llm, fake_front_model
 
 DELTA = RequestOutputKind.DELTA
@@ -107,12 +108,10 @@ def test_bad_requests_are_refused_at_once() -> None:
             ("y" * 5000 + "\ud800", RequestError, "prompt"),
             (5, RequestError, "prompt"),
         ):
-            with pytest.raises(error) as caught:
+            with refused(param, kind=error):
                 await llm.submit(prompt, SamplingParams())  # type: ignore[arg-type]
-            assert caught.value.param == param
-        with pytest.raises(RequestError) as caught:
+        with refused("prompt[3][0]"):
             await llm.submit([99999], param="prompt[3]")
-        assert caught.value.param == "prompt[3][0]"
         assert client.engine.added == []
         assert llm.num_unfinished == 0
         client.hold()
@@ -397,9 +396,8 @@ def test_chat_prompts_name_messages_and_keep_control_tokens_out() -> None:
             ([{"role": "wizard", "content": "x"}], RequestError),
             ([], RequestError),
         ):
-            with pytest.raises(error) as caught:
+            with refused("messages", kind=error):
                 await llm.chat_prompt(messages)
-            assert caught.value.param == "messages"
 
     on_fake(test)
 

@@ -11,6 +11,7 @@ from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.chat import ChatTemplate, ControlTokenFinder
 from quire.frontend.input_processor import InputProcessor
 from tests.frontend.test_chat_families import oracle_of, template_of
+from tests.helpers.errors import refused
 
 USER = {"role": "user", "content": "  What is 6 x 7? <b>&amp; \"quotes\" 'too'  "}
 
@@ -45,16 +46,13 @@ def test_strftime_now_gives_the_date() -> None:
 def test_images_are_refused_by_their_place() -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
     for family in ("qwen3", "llama4"):
-        with pytest.raises(RequestError) as caught:
+        with refused("messages[0].content[0]", "unsupported_content_type"):
             template_of(family).render([image])
-        assert caught.value.code == "unsupported_content_type"
-        assert caught.value.param == "messages[0].content[0]"
 
 
 def test_what_the_template_raises_is_a_request_error() -> None:
-    with pytest.raises(RequestError, match="must alternate") as caught:
+    with refused("messages", match="must alternate"):
         template_of("mistral_v3").render([USER, USER])
-    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +70,8 @@ def test_what_the_template_raises_is_a_request_error() -> None:
     ],
 )
 def test_templates_that_fail_blame_the_request(source: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused("messages") as caught:
         template_of("qwen3", source).render([USER])
-    assert caught.value.param == "messages"
     assert len(caught.value.message) < 600
 
 
@@ -101,9 +98,8 @@ def test_a_syntax_error_names_file_and_line(source: str, line: int) -> None:
     ],
 )
 def test_malformed_messages_are_refused(messages: Any, param: str, code: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(param, code):
         template_of("qwen3").encode(messages)
-    assert (caught.value.param, caught.value.code) == (param, code)
 
 
 def test_deep_nesting_is_refused() -> None:
@@ -115,12 +111,10 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused("continue_final_message"):
         template_of("qwen3").encode([USER], add_generation_prompt=True, continue_final_message=True)
-    assert caught.value.param == "continue_final_message"
-    with pytest.raises(RequestError) as caught:
+    with refused("chat_template_kwargs"):
         template_of("qwen3").encode([USER], variables={"messages": [], "processor": 1})
-    assert caught.value.param == "chat_template_kwargs"
     with pytest.raises(RequestError):
         template_of("qwen3", "no content here").render([USER], False, True)
 
@@ -135,9 +129,8 @@ def test_a_conversation_that_does_not_fit_names_messages() -> None:
     template = template_of("qwen3")
     processor = InputProcessor(template._tokenizer, vocab_size=10_000, max_model_len=32)
     for size in (60, 3000, 3_000_000):
-        with pytest.raises(ContextLengthError) as caught:
+        with refused("messages", kind=ContextLengthError) as caught:
             template.encode([{"role": "user", "content": "word " * size}], processor)
-        assert caught.value.param == "messages"
         assert "32" in caught.value.message
 
 
@@ -167,7 +160,7 @@ def test_control_tokens_in_content_are_plain_text(text: str) -> None:
     for family, start, end in (
         ("llama31", "<|begin_of_text|>", "<|start_header_id|>"),
         ("qwen3", "<|im_start|>", "<|im_end|>"),
-        ("mistral_v7", "<s>", "[/INST]"),
+        ("mistral_v3", "<s>", "[/INST]"),
         ("llama4", "<|header_start|>", "<|eot|>"),
     ):
         template = template_of(family)

@@ -17,6 +17,7 @@ from quire.frontend.chat import ChatTemplate
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level
 from tests.frontend.families import FAMILIES
+from tests.helpers.errors import refused
 
 SYSTEM = {"role": "system", "content": "  Be brief & exact.\n"}
 USER = {"role": "user", "content": "  What is 6 x 7? <b>\"quotes\" 'too'</b> &amp; {{ x }}  "}
@@ -217,7 +218,7 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-KNOWS_PARTS = {"llama4", "mistral_v7", "glm45", "kimi_k2", "gemma3", "gemma4"}
+KNOWS_PARTS = {"llama4", "glm45", "kimi_k2", "gemma3", "gemma4"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -272,9 +273,8 @@ def test_arguments_in_either_form_render_the_same(family: str) -> None:
 def test_arguments_that_are_no_object_are_refused_where_an_object_is_needed() -> None:
     for text in ('{"a": ', "[1]", "5", '{"a": NaN}', "[" * 100_000):
         messages = [USER, calling(call("{}", 0), call(text, 1), content="")]
-        with pytest.raises(RequestError) as caught:
+        with refused("messages[1].tool_calls[1].function.arguments"):
             template_of("qwen3_coder").render(messages)
-        assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
     empty = template_of("qwen3_coder").render([USER, calling(call("", 0, "now"), content="")])
     assert "<function=now>" in empty and "<parameter" not in empty
     cut = template_of("qwen3").render([USER, calling(call('{"a": ', 0), content="")])
@@ -319,14 +319,12 @@ def test_documents_as_transformers_gives_them() -> None:
 
 
 def test_documents_are_refused_where_nobody_reads_them() -> None:
-    with pytest.raises(UnsupportedError) as caught:
+    with refused("documents", "unsupported_parameter", kind=UnsupportedError):
         template_of("qwen3").render([USER], documents=DOCUMENTS)
-    assert (caught.value.param, caught.value.code) == ("documents", "unsupported_parameter")
     assert template_of("qwen3").render([USER], documents=[]) == template_of("qwen3").render([USER])
     for documents, param in (({"a": 1}, "documents"), (["x"], "documents[0]"), ([DOCUMENTS[0], 5], "documents[1]")):
-        with pytest.raises(RequestError) as bad:
+        with refused(param):
             template_of("command_r").render([USER], documents=documents)  # type: ignore[arg-type]
-        assert bad.value.param == param
 
 
 READS = {
@@ -424,7 +422,7 @@ def test_ids_that_a_template_refuses_are_shortened() -> None:
     made, answered = re.findall('"id": "([^"]*)"', text), re.findall('"call_id": "([^"]*)"', text)
     assert made == answered and len(set(made)) == 3 and all(len(one) == 9 and one.isalnum() for one in made)
     assert made[2] == "nine90000"
-    for family in ("mistral_v7", "kimi_k2"):
+    for family in ("mistral_v11", "kimi_k2"):
         assert ours(family, messages) == theirs(family, messages, add_generation_prompt=True)
 
 

@@ -14,6 +14,7 @@ import pytest
 from quire.errors import OverloadedError, RequestError
 from quire.frontend.grammars import MAX_PROCESSES, GrammarCompiler, StructuredOutputJob
 from quire.structured_outputs import StructuredOutputParams
+from tests.helpers.errors import refused
 from tests.helpers.grammars import accepts
 
 
@@ -58,9 +59,8 @@ def test_the_order_of_properties_arrives(compiler: GrammarCompiler) -> None:
 def test_one_that_takes_too_long_is_stopped_and_the_next_goes_on() -> None:
     impatient = GrammarCompiler(timeout=0.0)
     try:
-        with pytest.raises(RequestError) as caught:
+        with refused(code="grammar_too_complex"):
             impatient.compile(job(regex="a+"))
-        assert caught.value.code == "grammar_too_complex"
         impatient._timeout = 10.0
         assert impatient.compile(job(regex="b+")) is not None
         assert impatient.compile(job(regex="a+")) is not None, "that there was no time once is not remembered"
@@ -117,9 +117,9 @@ def test_the_same_job_from_many_threads_is_done_once(compiler: GrammarCompiler) 
 def test_memory_for_answers_is_bounded() -> None:
     compiler = GrammarCompiler(cache_bytes=4000)
     try:
-        for number in range(20):
+        for number in range(10):
             compiler.compile(job(choice=[f"{number}" + "x" * 500]))
-        assert compiler._cached_bytes <= 4000 and compiler.is_cached(job(choice=["19" + "x" * 500]))
+        assert compiler._cached_bytes <= 4000 and compiler.is_cached(job(choice=["9" + "x" * 500]))
         assert not compiler.is_cached(job(choice=["0" + "x" * 500]))
     finally:
         compiler.close()

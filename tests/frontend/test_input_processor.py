@@ -13,6 +13,7 @@ from quire.frontend.input_processor import InputProcessor, child_seed
 from quire.sampling_params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
+from tests.helpers.errors import refused
 from tests.helpers.fake_engine import small_tokenizer
 from tests.helpers.requests import engine_requests
 
@@ -41,16 +42,14 @@ def test_all_kinds_of_prompts_give_the_same_request() -> None:
     "prompt", [5, None, 1.5, b"x", {"a": 1}, {}, {"prompt": None}, {"prompt": "a", "b": 1}, object()]
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused("prompt"):
         process(prompt)
-    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("prompt", ["", [], {"prompt": ""}, {"prompt_token_ids": []}])
 def test_empty_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(code="empty_array"):
         process(prompt)
-    assert caught.value.code == "empty_array"
 
 
 def test_an_empty_text_is_a_prompt_where_the_model_begins_texts_itself() -> None:
@@ -78,12 +77,10 @@ def test_bad_ids_in_a_prompt_are_named(token: Any, code: str) -> None:
         ([1, 2, token, 3], "prompt[2]"),
         ({"prompt_token_ids": [1, token]}, "prompt_token_ids[1]"),
     ):
-        with pytest.raises(RequestError) as caught:
+        with refused(param, code):
             process(prompt)
-        assert (caught.value.param, caught.value.code) == (param, code)
-    with pytest.raises(RequestError) as caught:
+    with refused("prompt[7][0]"):
         process([token], param="prompt[7]")
-    assert caught.value.param == "prompt[7][0]"
 
 
 def test_the_message_names_id_and_vocabulary() -> None:
@@ -102,25 +99,21 @@ def test_the_message_names_id_and_vocabulary() -> None:
     ],
 )
 def test_ids_in_parameters_are_checked_against_the_vocabulary(field: str, value: Any, param: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(param, "invalid_value"):
         process("x", SamplingParams(**{field: value}))
-    assert (caught.value.param, caught.value.code) == (param, "invalid_value")
 
 
 def test_texts_the_model_has_no_rows_for_are_refused() -> None:
     """A tokenizer with more tokens than the model's table must not reach the engine."""
     processor = InputProcessor(small_tokenizer(), vocab_size=100, max_model_len=64)
-    with pytest.raises(RequestError, match=">= vocab 100") as caught:
+    with refused("prompt", match=">= vocab 100"):
         processor.tokenize("hello", SamplingParams())
-    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("count", [64, 65, 2000])
 def test_prompts_that_leave_no_room_are_refused_with_both_numbers(count: int) -> None:
-    with pytest.raises(ContextLengthError) as caught:
+    with refused("prompt", "context_length_exceeded", kind=ContextLengthError) as caught:
         process([5] * count)
-    assert caught.value.param == "prompt"
-    assert caught.value.code == "context_length_exceeded"
     assert str(count) in caught.value.message
     assert "64" in caught.value.message
 
@@ -160,9 +153,8 @@ def test_long_texts_are_tokenized_only_as_far_as_needed() -> None:
     """The context is so long that the number of characters decides nothing."""
     tokenizer = CountingTokenizer(small_tokenizer()._backend)
     processor = make(tokenizer, max_model_len=100_000)
-    with pytest.raises(ContextLengthError, match="at least") as caught:
+    with refused("prompt", kind=ContextLengthError, match="at least"):
         processor.tokenize("x " * 600_000, SamplingParams())
-    assert caught.value.param == "prompt"
     assert tokenizer.num_chars < 300_000
     assert len(processor.tokenize("x " * 40_000, SamplingParams())) == 80_000
 
@@ -183,12 +175,10 @@ def test_truncation_keeps_the_end_of_the_prompt() -> None:
 
 def test_lone_surrogates_are_refused() -> None:
     for prompt, param in (("a\ud800", "prompt"), ({"prompt": "\udc00"}, "prompt")):
-        with pytest.raises(RequestError) as caught:
+        with refused(param, "invalid_value"):
             process(prompt)
-        assert (caught.value.param, caught.value.code) == (param, "invalid_value")
-    with pytest.raises(RequestError) as caught:
+    with refused("bad_words"):
         process("ok", SamplingParams(bad_words=["\ud800"]))
-    assert caught.value.param == "bad_words"
 
 
 def test_stop_ids_are_eos_and_the_callers() -> None:
@@ -263,9 +253,8 @@ def test_without_a_tokenizer_only_ids_work() -> None:
         ([1], SamplingParams(stop="x"), "stop"),
         ([1], SamplingParams(bad_words=["x"]), "bad_words"),
     ):
-        with pytest.raises(RequestError) as caught:
+        with refused(param):
             engine_requests(processor, prompt, params, "r", arrival_time=0.0)
-        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -280,9 +269,8 @@ def test_without_a_tokenizer_only_ids_work() -> None:
     ],
 )
 def test_bad_request_options_are_named(options: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(param):
         process("x", **options)
-    assert caught.value.param == param
 
 
 def test_defaults_come_from_the_model() -> None:

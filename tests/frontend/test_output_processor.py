@@ -9,13 +9,13 @@ import pytest
 
 from quire.engine.messages import AbortRequests, EngineOutputs
 from quire.engine_request import EngineRequest
-from quire.errors import RequestError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.stats import FinishedRequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput, TokenTopLogprobs
+from tests.helpers.errors import refused
 from tests.helpers.fake_engine import FakeEngine, reply_with, small_tokenizer
 from tests.helpers.requests import engine_requests
 
@@ -313,9 +313,8 @@ def test_ids_of_unfinished_requests_cannot_be_taken_again() -> None:
     rig = Rig("hello")
     rig.add("a", n=2)
     for request_id in ("a", "a-1"):
-        with pytest.raises(RequestError) as caught:
+        with refused(code="duplicate_request_id"):
             rig.add(request_id)
-        assert caught.value.code == "duplicate_request_id"
     rig.outputs.abort(["a"])
     rig.engine.send(AbortRequests(request_ids=["a-0", "a-1"]))
     assert rig.run(rig.add("a"))[-1].finished

@@ -20,6 +20,7 @@ from quire.frontend.input_processor import InputProcessor, RequestInput
 from quire.frontend.pooling import DEFAULT_INSTRUCTION, RERANKER_PROMPT, pair_input, with_prompt
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
+from tests.helpers.errors import refused
 from tests.helpers.fake_engine import fake_front_model
 from tests.helpers.pooling_checkpoints import DECODER, ENCODER, add_modules, add_tokenizer, write_model
 
@@ -127,7 +128,7 @@ def test_a_list_of_word_pieces_is_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_prompts_of_the_folder(embedder: Path) -> None:
-    with LLM(str(embedder), num_threads=1) as llm:
+    with LLM(str(embedder), device="reference") as llm:
         assert with_prompt(llm._front, "a", None) == "a"
         [plain, asked] = llm.embed(["q a", "a"], use_tqdm=False)
         [named] = llm.embed("a", prompt_name="query", use_tqdm=False)
@@ -138,7 +139,7 @@ def test_prompts_of_the_folder(embedder: Path) -> None:
 
 
 def test_a_model_says_what_it_cannot_do(embedder: Path, writer: Path) -> None:
-    with LLM(str(embedder), num_threads=1) as llm:
+    with LLM(str(embedder), device="reference") as llm:
         with pytest.raises(UnsupportedError, match="does not generate text"):
             llm.generate("a", use_tqdm=False)
         with pytest.raises(UnsupportedError, match="cannot classify; it can embed and token_embed"):
@@ -155,7 +156,7 @@ def test_a_model_says_what_it_cannot_do(embedder: Path, writer: Path) -> None:
         with pytest.raises(RequestError, match="one query, or as many as documents"):
             llm.score(["a", "b"], ["c", "d", "e"])
         assert llm.embed(["a"], use_tqdm=False)  # and goes on
-    with LLM(str(writer), num_threads=1) as llm:
+    with LLM(str(writer), device="reference") as llm:
         for call in (llm.embed, llm.encode, llm.classify):
             with pytest.raises(UnsupportedError, match="generates text"):
                 call("a")
@@ -175,16 +176,15 @@ def test_a_model_says_what_it_cannot_do(embedder: Path, writer: Path) -> None:
     ],
 )
 def test_parameters_are_checked(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(param):
         PoolingParams(**fields)
-    assert caught.value.param == param
 
 
 def test_the_asynchronous_front_says_the_same(embedder: Path) -> None:
     texts = ["a b", "c", "d e f"]
 
     async def work() -> tuple[list[list[float]], list[float], np.ndarray]:
-        async with AsyncLLM(model=str(embedder), engine="inline", num_threads=1) as llm:
+        async with AsyncLLM(model=str(embedder), engine="inline", device="reference") as llm:
             found = await llm.embed(texts)
             scored = await llm.score("a b", texts)
             [each] = [output async for output in llm.encode("a b", PoolingParams(task="token_embed"))]
@@ -195,7 +195,7 @@ def test_the_asynchronous_front_says_the_same(embedder: Path) -> None:
         return vectors, [output.outputs.score for output in scored], each.outputs.data
 
     vectors, values, each = asyncio.run(work())
-    with LLM(str(embedder), num_threads=1) as llm:
+    with LLM(str(embedder), device="reference") as llm:
         assert [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)] == vectors
         assert [output.outputs.score for output in llm.score("a b", texts, use_tqdm=False)] == values
     assert each.shape == (4, 32)
@@ -205,7 +205,7 @@ def test_many_texts_of_one_call_leave_room_in_the_queue(embedder: Path) -> None:
     """Others are not told that the server is full while one call brings a list."""
 
     async def work() -> list[int]:
-        async with AsyncLLM(model=str(embedder), engine="inline", num_threads=1, max_num_queued_reqs=8) as llm:
+        async with AsyncLLM(model=str(embedder), engine="inline", device="reference", max_num_queued_reqs=8) as llm:
             inputs = [RequestInput("a b", PoolingParams(), "input")] * 20
             waiting: list[int] = []
             await llm.pool_all(inputs, note=lambda stream: waiting.append(llm.num_unfinished))

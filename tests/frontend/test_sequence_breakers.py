@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.errors import RequestError
 from quire.frontend import sequence_breakers
 from quire.frontend.sequence_breakers import SequenceBreakerIndex
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
+from tests.helpers.errors import refused
 from tests.helpers.fake_engine import small_tokenizer
 
 
@@ -74,9 +74,8 @@ def test_what_was_found_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPa
 def test_too_many_spellings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
     monkeypatch.setattr(sequence_breakers, "MAX_IDS", 3)
-    with pytest.raises(RequestError, match="dry_sequence_breakers can be spelled in 5 ways; at most 3") as caught:
+    with refused("dry_sequence_breakers", match="dry_sequence_breakers can be spelled in 5 ways; at most 3"):
         SequenceBreakerIndex(tokenizer, tokenizer.vocab_size).spellings(["l"])
-    assert caught.value.param == "dry_sequence_breakers"
 
 
 def test_ids_beyond_the_model_are_left_out() -> None:

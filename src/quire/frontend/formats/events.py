@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.frontend.formats.message import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
 from quire.frontend.formats.parts import BLANKS
 from quire.frontend.formats.source import Reading, Sink, Source
 
 
 class Events:
-    """Collects events; neighbours of one kind become one."""
+    """Collects events; neighbouring texts of one kind become one event."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
         self.calls = 0
+        self._events: list[Event] = []
+        self._make: Callable[[str], Event] = ContentDelta
+        self._texts: list[str] = []
 
     def take(self) -> list[Event]:
-        """Return what was collected, joined."""
+        """Return what was collected."""
+        self._join()
         taken, self._events = self._events, []
-        joined: list[Event] = []
-        start = 0
-        while start < len(taken):
-            end = start + 1
-            first = taken[start]
-            if isinstance(first, ContentDelta | ReasoningDelta | CallArguments):
-                while end < len(taken) and type(taken[end]) is type(first):
-                    end += 1
-            joined.append(first if end == start + 1 else _join(taken[start:end]))
-            start = end
-        return joined
+        return taken
 
     def content(self, text: str) -> None:
         """Add content."""
-        self._events.append(ContentDelta(text))
+        self._add(ContentDelta, text)
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
-        self._events.append(ReasoningDelta(text))
-
-    def start(self, name: str, call_id: str | None = None) -> None:
-        """Begin the next call."""
-        self._events.append(CallStart(self.calls, name, call_id))
-        self.calls += 1
+        self._add(ReasoningDelta, text)
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""
-        self._events.append(CallArguments(self.calls - 1, text))
+        self._add(self._arguments, text)
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """Begin the next call."""
+        self._join()
+        self._events.append(CallStart(self.calls, name, call_id))
+        self.calls += 1
 
     def end(self) -> None:
         """End the last call."""
+        self._join()
         self._events.append(CallEnd(self.calls - 1))
 
+    def _arguments(self, text: str) -> Event:
+        return CallArguments(self.calls - 1, text)
 
-def _join(events: list[Event]) -> Event:
-    # All are deltas of one kind. Those of two calls never touch: a call's start lies between.
-    texts = [event.text for event in events if not isinstance(event, CallStart | CallEnd)]
-    match events[0]:
-        case CallArguments(index=index):
-            return CallArguments(index, "".join(texts))
-        case ReasoningDelta():
-            return ReasoningDelta("".join(texts))
-        case _:
-            return ContentDelta("".join(texts))
+    def _add(self, make: Callable[[str], Event], text: str) -> None:
+        if make != self._make:
+            self._join()
+            self._make = make
+        self._texts.append(text)
+
+    def _join(self) -> None:
+        if self._texts:
+            self._events.append(self._make("".join(self._texts)))
+            self._texts.clear()
 
 
 class Trimmed:
