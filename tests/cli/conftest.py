@@ -143,6 +143,6 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> FakeAsyncLLM:
         llm.config = config
         return llm
 
-    for module in ("generate", "chat"):
+    for module in ("offline", "chat"):
         monkeypatch.setattr(f"quire.cli.{module}.open_async_llm", open_fake)
     return llm

@@ -59,7 +59,7 @@ def test_errors_at_a_terminal_are_shown_and_the_talk_goes_on(quire, fake_llm, ty
 
 
 def test_a_failed_turn_is_forgotten_but_a_broken_off_one_is_kept():
-    class Partner:
+    class Broken:
         name = "p"
 
         def __init__(self, pieces: list[str]) -> None:
@@ -74,10 +74,10 @@ def test_a_failed_turn_is_forgotten_but_a_broken_off_one_is_kept():
 
     conversation = Conversation(None)
     with pytest.raises(QuireError):
-        list(conversation.turn("one", Partner([])))
+        list(conversation.turn("one", Broken([])))
     assert conversation.messages == []
     with pytest.raises(QuireError):
-        list(conversation.turn("two", Partner(["a", "b"])))
+        list(conversation.turn("two", Broken(["a", "b"])))
     assert conversation.messages == [{"role": "user", "content": "two"}, {"role": "assistant", "content": "ab"}]
 
 

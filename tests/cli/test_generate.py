@@ -176,14 +176,14 @@ def test_a_model_that_cannot_be_loaded_ends_the_command(quire, fake_llm):
 @pytest.mark.parametrize(
     ("second", "part"),
     [
-        ("plain", "not valid JSON"),
-        ("[1]", "JSON object"),
-        ('{"text": "x"}', "'text'"),
+        ("plain", "Expecting value"),
+        ("[1]", "Expected `object`"),
+        ('{"text": "x"}', "unknown field `text`"),
         ('{"id": "x"}', "exactly one of"),
         ('{"prompt": "x", "messages": []}', "exactly one of"),
-        ('{"prompt": 3}', "must be a string"),
-        ('{"messages": "x"}', "must be a list"),
-        ('{"prompt": "x", "sampling_params": 3}', "must be an object"),
+        ('{"prompt": 3}', "Expected `str`, got `int` - at `$.prompt`"),
+        ('{"messages": "x"}', "Expected `array`, got `str` - at `$.messages`"),
+        ('{"prompt": "x", "sampling_params": 3}', "Expected `object`, got `int` - at `$.sampling_params`"),
         ('{"prompt": "x", "sampling_params": {"temp": 3}}', "'temp'"),
     ],
 )

@@ -41,7 +41,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine()
-    monkeypatch.setattr("quire.cli.run_batch.open_async_llm", made.open)
+    monkeypatch.setattr("quire.cli.offline.open_async_llm", made.open)
     yield made
     assert all(client.closed for client in made.clients)
 

@@ -16,22 +16,23 @@ from typing import Any, Protocol
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import (
+from quire.cli.offline import (
     OFFLINE_GROUPS,
     LogOptions,
     engine_config,
     open_async_llm,
     options_from,
     recommended_sampling,
+    sampling_flags,
+    sampling_values,
 )
-from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.options import option, option_fields
 from quire.sampling_params import RequestOutputKind, SamplingParams, with_recommended
 
 Message = dict[str, str]
-# What a model says is shown, never obeyed: no escape sequences reach the terminal.
+# Removed from replies, so that a model cannot send escape sequences to the terminal.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
 NOT_FOR_CHAT = (
@@ -45,8 +46,8 @@ NOT_FOR_CHAT = (
 )
 
 
-class Partner(Protocol):
-    """Whoever answers."""
+class ChatModel(Protocol):
+    """The model that replies."""
 
     name: str
 
@@ -76,24 +77,24 @@ FLAGS = [
 
 
 def run(values: dict[str, Any]) -> int:
-    """Talk until /exit or the end of input."""
+    """Chat until /exit or the end of input."""
     options: ChatOptions = options_from(ChatOptions, values)
     sampling = {"max_tokens": None, **sampling_values(values)}
-    SamplingParams(**sampling)  # contradictions come to light before a model is loaded
+    SamplingParams(**sampling)  # raises for contradictions before a model is loaded
     logs.setup(options_from(LogOptions, values).log_level)
     if options.url is None:
         if options.api_key is not None:
-            raise ConfigError("api_key is of use only together with url", param="api_key")
+            raise ConfigError("api_key needs url", param="api_key")
         config = engine_config(values)
-        partner: Partner = LocalModel(config, sampling)
+        model: ChatModel = LocalModel(config, sampling)
     else:
         _refuse_engine_options(values)
         from quire.cli.remote import RemoteModel
 
-        partner = RemoteModel(options.url, values.get("model"), options.api_key, sampling)
-    with contextlib.closing(partner):
-        talk = _talk_at_terminal if sys.stdin.isatty() else _talk_through_pipe
-        talk(partner, Conversation(options.system))
+        model = RemoteModel(options.url, values.get("model"), options.api_key, sampling)
+    with contextlib.closing(model):
+        chat = _chat_at_terminal if sys.stdin.isatty() else _chat_through_pipe
+        chat(model, Conversation(options.system))
     return 0
 
 
@@ -114,12 +115,12 @@ class Conversation:
         """Forget all but the system message."""
         self.messages = list(self._start)
 
-    def turn(self, text: str, partner: Partner) -> Generator[str, None, None]:
-        """Say `text` and yield the reply piece by piece; a turn that fails without a word of reply is forgotten."""
+    def turn(self, text: str, model: ChatModel) -> Generator[str, None, None]:
+        """Send `text` and yield the reply piece by piece; a turn that fails before the reply begins is dropped."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            with contextlib.closing(partner.reply(list(self.messages))) as reply:
+            with contextlib.closing(model.reply(list(self.messages))) as reply:
                 for piece in reply:
                     pieces.append(piece)
                     yield piece
@@ -171,7 +172,7 @@ async def _next(stream: Any) -> Any:
     return await anext(stream, None)
 
 
-def _talk_through_pipe(partner: Partner, conversation: Conversation) -> None:
+def _chat_through_pipe(model: ChatModel, conversation: Conversation) -> None:
     for line in sys.stdin:
         text = line.strip()
         if text == "/exit":
@@ -179,18 +180,18 @@ def _talk_through_pipe(partner: Partner, conversation: Conversation) -> None:
         if text == "/reset":
             conversation.reset()
         elif text:
-            for piece in conversation.turn(text, partner):
+            for piece in conversation.turn(text, model):
                 print(piece, end="", flush=True)
             print()
 
 
-def _talk_at_terminal(partner: Partner, conversation: Conversation) -> None:
+def _chat_at_terminal(model: ChatModel, conversation: Conversation) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() its line editing and history
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(partner.name, style="bold", markup=False, end="  ")
+    console.print(model.name, style="bold", markup=False, end="  ")
     console.print("/help shows the commands", style="dim")
     while True:
         try:
@@ -201,12 +202,12 @@ def _talk_at_terminal(partner: Partner, conversation: Conversation) -> None:
         if text == "/exit":
             return
         if text.startswith("/"):
-            _obey(text, conversation, console)
+            _run_command(text, conversation, console)
         elif text:
-            _show_reply(text, partner, conversation, console)
+            _show_reply(text, model, conversation, console)
 
 
-def _obey(command: str, conversation: Conversation, console: Any) -> None:
+def _run_command(command: str, conversation: Conversation, console: Any) -> None:
     if command == "/reset":
         conversation.reset()
         console.print("[dim]the conversation starts anew[/dim]")
@@ -215,9 +216,9 @@ def _obey(command: str, conversation: Conversation, console: Any) -> None:
         console.print(f"[dim]{name:8} {effect}[/dim]")
 
 
-def _show_reply(text: str, partner: Partner, conversation: Conversation, console: Any) -> None:
-    """Print the reply as it comes; Ctrl-C stops it and keeps what was said so far."""
-    pieces = conversation.turn(text, partner)
+def _show_reply(text: str, model: ChatModel, conversation: Conversation, console: Any) -> None:
+    """Print the reply as it is generated; Ctrl-C stops it and keeps the part that has come."""
+    pieces = conversation.turn(text, model)
     try:
         for piece in pieces:
             console.out(piece.translate(CONTROLS), end="")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Argument, Command, flags_of
-from quire.cli.model import LogOptions, engine_config, options_from
+from quire.cli.offline import LogOptions, engine_config, options_from
 from quire.config import DeviceConfig, EngineConfig, ModelConfig
 from quire.errors import ConfigError, ModelError
 from quire.options import option

@@ -1,7 +1,7 @@
 """From declared options to command-line flags and YAML keys, and back to checked values.
 
 A `Flag` is one option as a terminal user meets it. Flags are made from option dataclasses (`flags_of`) and from the
-fields of `SamplingParams` (`cli.sampling`). A `Command` has flags and positional arguments, and the function that
+fields of `SamplingParams` (`cli.offline`). A `Command` has flags and positional arguments, and the function that
 carries it out. Bounds and choices are not repeated here: each flag calls the check of the option it was made from.
 
 `Parser` is argparse, made strict and quiet: it knows no abbreviations, names an unknown flag together with the nearest

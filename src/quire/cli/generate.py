@@ -11,22 +11,25 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import (
+from quire.cli.offline import (
     OFFLINE_GROUPS,
     LogOptions,
     engine_config,
-    open_async_llm,
     options_from,
     recommended_sampling,
+    sampling_flags,
+    sampling_values,
+    started_llm,
 )
 from quire.cli.output import open_output, progress_bar
-from quire.cli.sampling import sampling_flags, sampling_values
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GenerationError, QuireError, RequestError, echo
 from quire.options import option
@@ -43,8 +46,18 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.input_processor import Params
 
-PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-LINE_KEYS = (*PROMPT_KEYS, "id", "sampling_params")
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of JSON; exactly one of the first three fields must be there."""
+
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    messages: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    id: Any = None
+    sampling_params: dict[str, Any] = {}
+
+
+PROMPT_KEYS = _Line.__struct_fields__[:3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +65,7 @@ class PromptLine:
     """One prompt of the input.
 
     Attributes:
-        index: counted from 0. source: the fields repeated in the result (what was asked, and the caller's id).
+        index: counted from 0. source: the fields repeated in the result (the prompt, and the caller's id).
         key: which of `PROMPT_KEYS` it has. value: its text, messages or token ids.
         params: sampling fields of this line alone.
     """
@@ -103,28 +116,17 @@ def _looks_like_json(text: str) -> bool:
 def _json_prompt(text: str, index: int, where: str) -> PromptLine:
     try:
         item = json.loads(text)
-    except ValueError as error:
-        raise RequestError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(item, dict):
-        raise RequestError(f"{where}: must be a JSON object, got {echo(item)}")
-    for key in item:
-        if key not in LINE_KEYS:
-            raise RequestError(f"{where}: unknown field {echo(key)}; known are {', '.join(LINE_KEYS)}", param=key)
+        line = msgspec.convert(item, _Line)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise RequestError(f"{where}: {error}") from None
     given = [key for key in PROMPT_KEYS if key in item]
     if len(given) != 1:
         raise RequestError(f"{where}: must have exactly one of {', '.join(PROMPT_KEYS)}", param="prompt")
-    key = given[0]
-    if not isinstance(item[key], str if key == "prompt" else list):
-        kind = "a string" if key == "prompt" else "a list"
-        raise RequestError(f"{where}: {key} must be {kind}, got {echo(item[key])}", param=key)
-    params = item.get("sampling_params", {})
-    if not isinstance(params, dict):
-        raise RequestError(f"{where}: sampling_params must be an object, got {echo(params)}", param="sampling_params")
-    for name in params:
+    for name in line.sampling_params:
         if name not in SamplingParams.__struct_fields__:
             raise RequestError(f"{where}: unknown sampling field {echo(name)}", param=name)
     source = {name: value for name, value in item.items() if name != "sampling_params"}
-    return PromptLine(index=index, source=source, key=key, value=item[key], params=params)
+    return PromptLine(index=index, source=source, key=given[0], value=item[given[0]], params=line.sampling_params)
 
 
 def result_line(prompt: PromptLine, output: RequestOutput) -> bytes:
@@ -209,7 +211,7 @@ class BeamOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what would be of no effect."""
+        """Refuse options that would have no effect."""
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", "false")):
             if not self.use_beam_search and getattr(self, name) != neutral:
                 raise ConfigError(f"{name} needs use_beam_search", param=name)
@@ -233,16 +235,16 @@ def run(values: dict[str, Any]) -> int:
     options: GenerateOptions = options_from(GenerateOptions, values)
     sampling = sampling_values(values)
     beams: BeamOptions = options_from(BeamOptions, values)
-    asker = Asker(sampling, beams if beams.use_beam_search else None)
-    asker.params({})  # contradictions come to light before a model is loaded
+    flags = SamplingFlags(sampling, beams if beams.use_beam_search else None)
+    flags.params({})  # raises for contradictions before a model is loaded
     logs.setup(options_from(LogOptions, values).log_level)
     if options.prompt is not None and options.input is not None:
         raise ConfigError("prompt contradicts input; give one of them", param="prompt")
     if options.prompt is not None and options.output is None and not _needs_lines(sampling):
-        return asyncio.run(_stream(config, options.prompt, asker))
+        return asyncio.run(_stream(config, options.prompt, flags))
     prompts = _prompts(options)
     with open_output(options.output) as output:
-        failed = asyncio.run(_batch(config, prompts, asker, output))
+        failed = asyncio.run(_batch(config, prompts, flags, output))
     if failed:
         print(f"error: {failed} of {len(prompts)} prompts failed; their lines say why", file=sys.stderr)
     return 1 if failed else 0
@@ -275,18 +277,8 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
         raise ConfigError(f"input: {options.input!r} is not UTF-8 text: {error}", param="input") from None
 
 
-@contextlib.asynccontextmanager
-async def _started(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
-    llm = open_async_llm(config)
-    try:
-        await llm.start()
-        yield llm
-    finally:
-        await llm.close()
-
-
-class Asker:
-    """What the command line says of sampling, and requests made of it."""
+class SamplingFlags:
+    """The sampling options on the command line, and requests made with them."""
 
     def __init__(self, sampling: dict[str, Any], beams: BeamOptions | None) -> None:
         self._sampling = sampling
@@ -294,7 +286,7 @@ class Asker:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a prompt that says nothing else."""
+        """Sequences of a prompt without sampling options of its own."""
         return int(self._sampling.get("best_of", self._sampling.get("n", 1)))
 
     def params(self, recommended: dict[str, Any], own: dict[str, Any] | None = None, *, stream: bool = False) -> Params:
@@ -309,24 +301,24 @@ class Asker:
         values = with_recommended(recommended, given)
         return SamplingParams(**{"max_tokens": MAX_TOKENS, **values, "output_kind": kind})
 
-    async def complete(self, llm: AsyncLLM, prompt: PromptLine) -> RequestOutput:
-        """Return the end of a prompt's completion. Raises what failed."""
-        params = self.params(recommended_sampling(llm), prompt.params)
-        asked = await llm.chat_prompt(prompt.value) if prompt.key == "messages" else prompt.value
-        async with contextlib.aclosing(await llm.submit(asked, params)) as stream:
+    async def complete(self, llm: AsyncLLM, line: PromptLine) -> RequestOutput:
+        """Return the whole completion of a prompt. Raises the error of the request."""
+        params = self.params(recommended_sampling(llm), line.params)
+        prompt = await llm.chat_prompt(line.value) if line.key == "messages" else line.value
+        async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
             async for output in stream:
                 final = output
         for completion in final.outputs:
             if completion.error is not None:
                 raise completion.error
-        del final.outputs[prompt.params.get("n", self._sampling.get("n", 1)) :]  # of beams, the best
+        del final.outputs[line.params.get("n", self._sampling.get("n", 1)) :]  # of beams, the best
         return final
 
 
-async def _stream(config: EngineConfig, prompt: str, asker: Asker) -> int:
+async def _stream(config: EngineConfig, prompt: str, flags: SamplingFlags) -> int:
     """Write the completion of one prompt to standard output while it is generated."""
-    async with _started(config) as llm:
-        params = asker.params(recommended_sampling(llm), stream=True)
+    async with started_llm(config) as llm:
+        params = flags.params(recommended_sampling(llm), stream=True)
         async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
             async for output in stream:
                 sys.stdout.write(output.outputs[0].text)
@@ -337,15 +329,17 @@ async def _stream(config: EngineConfig, prompt: str, asker: Asker) -> int:
     return 0
 
 
-async def _batch(config: EngineConfig, prompts: list[PromptLine], asker: Asker, write: Callable[[bytes], None]) -> int:
+async def _batch(
+    config: EngineConfig, prompts: list[PromptLine], flags: SamplingFlags, write: Callable[[bytes], None]
+) -> int:
     """Complete all prompts, write their results in order, and return how many failed."""
-    async with _started(config) as llm:
-        room = asyncio.Semaphore(_prompts_at_once(config, asker.num_sequences))
+    async with started_llm(config) as llm:
+        slots = asyncio.Semaphore(_prompts_at_once(config, flags.num_sequences))
 
         async def complete(prompt: PromptLine) -> RequestOutput | RequestError | GenerationError:
-            async with room:
+            async with slots:
                 try:
-                    return await asker.complete(llm, prompt)
+                    return await flags.complete(llm, prompt)
                 except (RequestError, GenerationError) as error:
                     return error
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from quire.cli import chat, generate, plan, run_batch, simulate, train
 from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, flags_of
-from quire.cli.model import LogOptions
-from quire.cli.sampling import sampling_flags
+from quire.cli.offline import LogOptions, sampling_flags
 from quire.config import CONFIG_GROUPS
 from quire.server_config import ServerConfig
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import options_from, values_of
+from quire.cli.offline import options_from, values_of
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
 from quire.options import option

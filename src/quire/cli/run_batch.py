@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_async_llm, options_from
+from quire.cli.offline import OFFLINE_GROUPS, LogOptions, engine_config, options_from, started_llm
 from quire.cli.output import open_output
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -49,7 +49,7 @@ FLAGS = [*flags_of((BatchOptions,)), *flags_of(OFFLINE_GROUPS)]
 def run(values: dict[str, Any]) -> int:
     """Answer the file; return 0, or 1 if any request failed."""
     options: BatchOptions = options_from(BatchOptions, values)
-    config, concurrency = _settled(engine_config(values), options)
+    config, concurrency = _with_long_queues(engine_config(values), options)
     logs.setup(options_from(LogOptions, values).log_level)
     _check_files(options)
     output = None if options.output == STDIO else options.output
@@ -60,10 +60,10 @@ def run(values: dict[str, Any]) -> int:
     return 1 if failed else 0
 
 
-def _settled(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig, int]:
-    """Return the config, with queues that are long enough unless they were given, and the number of requests at a time.
+def _with_long_queues(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig, int]:
+    """Return the config with long enough queues, unless limits were given, and the number of requests at a time.
 
-    Nobody else asks, so that what is not admitted would only be asked again.
+    There are no other clients, so a request that is not admitted would only be sent again.
     """
     scheduler = config.scheduler
     concurrency = options.max_concurrency or READY_PER_RUNNING * scheduler.max_num_seqs
@@ -77,7 +77,7 @@ def _settled(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig,
 
 @contextlib.contextmanager
 def _open_input(path: str) -> Iterator[IO[bytes]]:
-    """Yield the file of requests. Standard input is read to its end first: nothing waits for it later."""
+    """Yield the file of requests. Standard input is read to its end first, so that reading never blocks later."""
     if path == STDIO:
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
             shutil.copyfileobj(sys.stdin.buffer, spool)
@@ -111,21 +111,17 @@ async def _answer_all(
     from quire.server.app import build_app  # heavy: only once the options are known to be good
     from quire.server.batches import Batch
 
-    llm = open_async_llm(config)
-    try:
-        await llm.start()
+    async with started_llm(config) as llm:
         limit = config.server.max_body_bytes
         app = build_app(llm, config)
         batch = Batch(app, concurrency=concurrency, max_body_bytes=limit, check=llm.check_health)
         async with _progress(batch):
             await batch.run(_lines(source, batch.reader.longest), write)
-    finally:
-        await llm.close()
     return batch.num_done, batch.num_failed
 
 
 def _lines(source: IO[bytes], longest: int) -> Iterator[bytes]:
-    """Yield lines; of one that is too long no more than shows that it is."""
+    """Yield lines; one that is too long is cut off behind the first byte too many."""
     while line := source.readline(longest + 2):
         rest = line
         while rest and not rest.endswith(b"\n"):
@@ -135,21 +131,21 @@ def _lines(source: IO[bytes], longest: int) -> Iterator[bytes]:
 
 @contextlib.asynccontextmanager
 async def _progress(batch: Batch) -> AsyncIterator[None]:
-    """Say on standard error how far it is, from time to time and at the end."""
+    """Report progress on standard error, every few seconds and at the end."""
 
-    def say() -> None:
+    def report() -> None:
         failed = f", {batch.num_failed} of them failed" if batch.num_failed else ""
         print(f"{batch.num_done} requests done{failed}", file=sys.stderr, flush=True)
 
-    async def keep_saying() -> None:
+    async def keep_reporting() -> None:
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            say()
+            report()
 
-    task = asyncio.create_task(keep_saying())
+    task = asyncio.create_task(keep_reporting())
     try:
         yield
-        say()
+        report()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

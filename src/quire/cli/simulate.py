@@ -17,7 +17,7 @@ import msgspec
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, options_from
+from quire.cli.offline import OFFLINE_GROUPS, LogOptions, engine_config, options_from
 from quire.cli.output import write_json, write_text
 from quire.config import EngineConfig
 from quire.errors import ConfigError

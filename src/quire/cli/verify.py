@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import OFFLINE_GROUPS, engine_config, options_from
+from quire.cli.offline import OFFLINE_GROUPS, engine_config, options_from
 from quire.options import option
 
 if TYPE_CHECKING:

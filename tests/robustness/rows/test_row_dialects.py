@@ -78,7 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return llm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.cli.run_batch.open_async_llm", open_fake)
+        patch.setattr("quire.cli.offline.open_async_llm", open_fake)
         assert main(["run-batch", "-i", str(folder / "in"), "-o", str(folder / "out")]) == 1
     assert [client.closed for client in clients] == [True]
     found = [json.loads(line) for line in Path(folder / "out").read_text().splitlines()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
+from quire.cli.offline import OFFLINE_GROUPS, LogOptions, engine_config, open_llm, options_from
 from quire.cli.output import print_table, write_json
 from quire.options import option
 from quire.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.model import LogOptions, options_from
+from quire.cli.offline import LogOptions, options_from
 from quire.cli.output import print_table, progress_bar, write_json
 from quire.errors import ConfigError, QuireError
 from quire.options import option
