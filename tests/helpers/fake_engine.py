@@ -1,6 +1,6 @@
 """A stand-in for the engine that generates deterministic tokens, for tests of everything in front of it.
 
-`FakeEngine` has the interface of `InlineEngine`, `FakeClient` that of `EngineClient`. `fake_async_llm()` and
+`FakeEngine` has the interface of `EngineCore`, `FakeClient` that of `EngineClient`. `fake_async_llm()` and
 `fake_llm()` put the real front end on top of them, with a small tokenizer and chat template made on the spot.
 By default a request answers with letters and spaces that depend on its prompt and seed; `reply_with` scripts answers.
 """
@@ -153,7 +153,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Steps when told to, like `InlineEngine`: each step gives every running sequence one token.
+    """Steps when told to, like `EngineCore`: each step gives every running sequence one token.
 
     The reply function is asked once for each sequence. A beam search takes one step; each of its beams is a reply, to
     the request with the beam's rank as its seed, and has a log-probability of -1 for itself and each one before.
@@ -425,7 +425,7 @@ def fake_async_llm(
 
     Args:
         reply_text: what every request answers, before end-of-text. reply: more freely.
-        engine: an `InlineEngine` to stand there instead of the fake one.
+        engine: an `EngineCore` to stand there instead of the fake one.
         config, make_client, options: as for `AsyncLLM`.
     """
     front = front_model or fake_front_model(max_model_len=max_model_len)

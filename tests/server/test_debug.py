@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.engine.inline import InlineEngine
 from quire.executor.null import NullExecutor
 from tests.helpers.fake_engine import fake_front_model
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
@@ -35,7 +34,7 @@ def core() -> EngineCore:
 @pytest.fixture
 def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
     """A server in front of it, which makes no step unless told to."""
-    server = make_server(llm={"engine": InlineEngine(core)}, enable_debug_endpoints=True)
+    server = make_server(llm={"engine": core}, enable_debug_endpoints=True)
     server.fake_client.hold()
     return server
 
@@ -69,7 +68,7 @@ def test_they_are_not_there_unless_asked_for(server: LiveServer, path: str) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 def test_they_ask_for_the_key(make_server: MakeServer, path: str) -> None:
-    server = make_server(llm={"engine": InlineEngine(make_core())}, enable_debug_endpoints=True, api_key=["secret"])
+    server = make_server(llm={"engine": make_core()}, enable_debug_endpoints=True, api_key=["secret"])
     assert server.http.get(path).status_code == 401
     headers = {"Authorization": "Bearer secret"}
     assert server.http.get(path, headers=headers).status_code == 200
@@ -77,7 +76,7 @@ def test_they_ask_for_the_key(make_server: MakeServer, path: str) -> None:
 
 
 def test_token_ids_are_not_shown_to_one_of_several_keys(make_server: MakeServer) -> None:
-    server = make_server(llm={"engine": InlineEngine(make_core())}, enable_debug_endpoints=True, api_key=["a", "b"])
+    server = make_server(llm={"engine": make_core()}, enable_debug_endpoints=True, api_key=["a", "b"])
     for path in PATHS:
         answer = server.http.get(path, params={"tokens": "true"}, headers={"Authorization": "Bearer a"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (403, "tokens")

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.engine.inline import InlineEngine
 from quire.errors import EngineDeadError
 from quire.executor.null import NullExecutor
 from quire.frontend.async_llm import AsyncLLM
@@ -59,7 +58,7 @@ def ask(core: EngineCore, held: LiveServer) -> Iterator[Ask]:
 @pytest.fixture
 def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
     """A server with two keys in front of the engine, which makes no step unless told to."""
-    server = make_server(llm={"engine": InlineEngine(core)}, api_key=["a", "b"])
+    server = make_server(llm={"engine": core}, api_key=["a", "b"])
     server.fake_client.hold()
     return server
 
@@ -198,7 +197,7 @@ def test_other_keys_requests_have_no_names(held: LiveServer, core: EngineCore, a
 
 def test_one_key_sees_everything(make_server: MakeServer) -> None:
     core = make_core()
-    server = make_server(llm={"engine": InlineEngine(core)}, api_key=["a"])
+    server = make_server(llm={"engine": core}, api_key=["a"])
     server.fake_client.hold()
     with ThreadPoolExecutor() as threads:
         body = {"model": "fake", "prompt": [20] * 9, "request_id": "named", "max_tokens": 2, "temperature": 1.0}
@@ -266,7 +265,7 @@ def test_an_engine_that_died_for_good_has_failed(make_server: MakeServer) -> Non
 def test_it_says_in_a_word_how_the_engine_is(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, word: str, drawn: bool
 ) -> None:
-    server = make_server(llm={"engine": InlineEngine(make_core())})
+    server = make_server(llm={"engine": make_core()})
     assert server.http.get(STATE_PATH).json()["state"] == "ready"
     if owner is ServerContext:
         monkeypatch.setattr(server.context, name, value)
@@ -278,7 +277,7 @@ def test_it_says_in_a_word_how_the_engine_is(
 
 def test_a_large_pool_is_a_small_answer(make_server: MakeServer) -> None:
     core = make_core(num_gpu_blocks_override=50_000)
-    server = make_server(llm={"engine": InlineEngine(core)})
+    server = make_server(llm={"engine": core})
     answer = server.http.get(STATE_PATH)
     (device,) = answer.json()["picture"]["maps"]
     assert device["num_blocks"] == 50_000 and len(device["states"]) <= 16384

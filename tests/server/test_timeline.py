@@ -9,7 +9,6 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.inline import InlineEngine
 from quire.executor.null import NullExecutor
 from quire.server.timeline import MAX_FINISHED, MAX_FINISHED_PROMPTS, RequestRecord, RequestRecords, explain_latency
 from tests.helpers.fake_engine import fake_front_model, small_tokenizer
@@ -37,7 +36,7 @@ def timeline_of(server: LiveServer, name: str, **headers: str) -> Any:
 
 def test_a_preemption_is_named(make_server: MakeServer) -> None:
     core = make_core(num_gpu_blocks_override=14)
-    server = make_server(llm={"engine": InlineEngine(core)})
+    server = make_server(llm={"engine": core})
     two = ask(server, ["abcdefgh" * 2, "ABCDEFGH" * 2], 20, headers={"x-request-id": "two-at-once"})
     timeline = timeline_of(server, "two-at-once")
     assert timeline["id"] == two.json()["id"]
@@ -53,7 +52,7 @@ def test_a_preemption_is_named(make_server: MakeServer) -> None:
 
 
 def test_the_parts_add_up_and_every_step_is_counted(make_server: MakeServer) -> None:
-    server = make_server(llm={"engine": InlineEngine(make_core(max_num_batched_tokens=16))})
+    server = make_server(llm={"engine": make_core(max_num_batched_tokens=16)})
     answer = ask(server, "x" * 40, 8).json()
     timeline = timeline_of(server, answer["id"])
     [prompt] = timeline["prompts"]
@@ -71,7 +70,7 @@ def test_the_parts_add_up_and_every_step_is_counted(make_server: MakeServer) -> 
 
 
 def test_what_the_cache_gave_is_told(make_server: MakeServer) -> None:
-    server = make_server(llm={"engine": InlineEngine(make_core(enable_prefix_caching=True))})
+    server = make_server(llm={"engine": make_core(enable_prefix_caching=True)})
     ask(server, "abcdefghijklmnop", 2)
     timeline = timeline_of(server, ask(server, "abcdefghijklxyz", 2).json()["id"])
     [scheduled] = timeline["prompts"][0]["events"]

@@ -1,6 +1,6 @@
 """The client's side of an engine: the interface, a client over a connection, and what makes clients of a config.
 
-A client is connected to one engine. `process.ProcessClient` starts the engine's process too, `inline.ThreadClient` runs
+A client is connected to one engine. `process.ProcessClient` starts the engine's process too, `thread.ThreadClient` runs
 it in a thread. Heavy imports happen inside functions.
 """
 
@@ -19,7 +19,6 @@ from quire.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.inline import InlineEngine
 
 
 class EngineClient(Protocol):
@@ -137,20 +136,12 @@ class SocketClient(EngineClient):
         return self._dead
 
 
-def create_inline_engine(config: EngineConfig) -> InlineEngine:
-    """Load a model in this process, for synchronous use. Raises `QuireError`."""
-    from quire.engine.core import EngineCore
-    from quire.engine.inline import InlineEngine
-
-    return InlineEngine(EngineCore(config))
-
-
 def create_client(config: EngineConfig, kind: str) -> EngineClient:
     """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
     if kind == "process":
         from quire.engine.process import ProcessClient
 
         return ProcessClient(config)
-    from quire.engine.inline import ThreadClient
+    from quire.engine.thread import ThreadClient
 
     return ThreadClient(config)

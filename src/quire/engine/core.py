@@ -1,7 +1,7 @@
 """`EngineCore`: one loop of schedule -> execute -> update over a scheduler and an executor.
 
-It knows nothing of text, sockets, or arrays. Who calls `step`, and from which thread or process, is the clients'
-business (`inline.py`, `process.py`).
+It knows nothing of text, sockets, or arrays. `LLM` calls it directly; `loop.py` does for clients, in a thread or a
+process.
 """
 
 from __future__ import annotations
@@ -169,6 +169,13 @@ class EngineCore:
             whole_prompts=self.executor.kv_cache_spec().one_step,
             accepts_drafts=not self.executor.kv_cache_spec().states,
         )
+
+    def send(self, message: EngineRequest | AbortRequests) -> None:
+        """Add a request, or abort some, at once. Raises `RequestError` as `add`."""
+        if isinstance(message, AbortRequests):
+            self.abort(message)
+        else:
+            self.add(message)
 
     def add(self, message: EngineRequest) -> None:
         """Queue a request, after its grammar was compiled if it has one.

@@ -12,7 +12,6 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.client import create_inline_engine
 from quire.engine.messages import check_sleep_level
 from quire.engine_request import LoRARequest
 from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
@@ -46,7 +45,7 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.engine.inline import InlineEngine
+    from quire.engine.core import EngineCore
 
 Message = Mapping[str, Any]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -67,19 +66,21 @@ class LLM:
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
-        self._engine: InlineEngine | None = None
+        self._engine: EngineCore | None = None
         config = EngineConfig.from_kwargs(model=model, **options)
         front_model = load_front_model(config)  # first, since a bad folder shows here without loading weights
-        self._set_up(config, create_inline_engine(config), front_model)
+        from quire.engine.core import EngineCore  # heavy: only once the options are known to be good
+
+        self._set_up(config, EngineCore(config), front_model)
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, engine: InlineEngine, front_model: FrontModel) -> LLM:
+    def from_parts(cls, config: EngineConfig, engine: EngineCore, front_model: FrontModel) -> LLM:
         """Put an `LLM` together from parts made elsewhere; it closes the engine when it is closed."""
         llm = cls.__new__(cls)
         llm._set_up(config, engine, front_model)
         return llm
 
-    def _set_up(self, config: EngineConfig, engine: InlineEngine, front_model: FrontModel) -> None:
+    def _set_up(self, config: EngineConfig, engine: EngineCore, front_model: FrontModel) -> None:
         self.config = config
         self._engine = engine
         self._front = front_model
@@ -387,7 +388,7 @@ class LLM:
         self._num_requests += len(checked)
         return [self._requests.start(*request) for request in checked]
 
-    def _step(self, engine: InlineEngine) -> tuple[int, int]:
+    def _step(self, engine: EngineCore) -> tuple[int, int]:
         """Run a step; return how many requests it finished, and how many tokens it generated."""
         outputs = engine.step()
         updated = self._requests.process(outputs)
@@ -462,7 +463,7 @@ class LLM:
             self._grammars.close()
             engine.close()
 
-    def _open_engine(self) -> InlineEngine:
+    def _open_engine(self) -> EngineCore:
         if self._engine is None:
             raise EngineDeadError("this LLM was closed")
         return self._engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import AbortRequests, EngineOutputs, Ready
 from quire.engine_request import EngineRequest
 from quire.frontend.front_model import FrontModel
 from quire.frontend.input_processor import Params, Prompt, prompt_text
@@ -32,7 +32,7 @@ class RequestProcessor:
         self,
         model: FrontModel,
         ready: Ready,
-        send: Callable[[ToEngine], None],
+        send: Callable[[EngineRequest | AbortRequests], None],
         *,
         seed: int | None = None,
         listeners: Iterable[StatListener] = (),

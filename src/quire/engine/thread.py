@@ -1,4 +1,4 @@
-"""The engine in the caller's process: `InlineEngine` for synchronous use, `ThreadClient` for asyncio."""
+"""`ThreadClient`: the engine in a thread of this process. Without a thread, `EngineCore` itself is called (`LLM`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,47 +16,12 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.core import EngineCore
 from quire.engine.loop import run
-from quire.engine.messages import AbortRequests, CallResult, EngineOutputs, FromEngine, Ready, ToEngine
-from quire.engine_request import EngineRequest
+from quire.engine.messages import CallResult, EngineOutputs, FromEngine, Ready, ToEngine
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60.0
-
-
-class InlineEngine:
-    """Runs in the caller's thread, a step at a time."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.ready: Ready = core.ready
-
-    def send(self, message: ToEngine) -> None:
-        """Apply an `EngineRequest` or `AbortRequests` at once. Raises `RequestError` if the scheduler refuses it."""
-        match message:
-            case EngineRequest():
-                self.core.add(message)
-            case AbortRequests():
-                self.core.abort(message)
-            case _:
-                raise TypeError(f"an inline engine has methods for {type(message).__name__}")
-
-    def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
-        """Run an engine operation, see `EngineCore.call`."""
-        return self.core.call(method, arguments)
-
-    def step(self) -> EngineOutputs:
-        """Run one step."""
-        return self.core.step()
-
-    def has_unfinished(self) -> bool:
-        """Whether any request is not finished."""
-        return self.core.has_unfinished()
-
-    def close(self) -> None:
-        """Release model and memory."""
-        self.core.close()
 
 
 class _OneClient:
