@@ -54,6 +54,8 @@ class OneGroup:
 
     def __init__(self, model: Model) -> None:
         self.vocab_size, self.forward, self.compute_logits = model.vocab_size, model.forward, model.compute_logits
+        self.recordable, self.num_token_types, self.classifier = model.recordable, 0, None
+        self.ignored_weights: tuple[str, ...] = ()
         self._layers = model.kv_cache_spec().layers
 
     def kv_cache_spec(self) -> KVCacheSpec:

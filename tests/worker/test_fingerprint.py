@@ -39,7 +39,7 @@ def of(folder: Path, overrides: dict[str, Any] | None = None, **changes: Any) ->
     """Return the fingerprint of a model on a CPU, where nothing else is asked for."""
     backend = changes.pop("backend", None) or CPUBackend("bfloat16", "bfloat16", 1)
     spec = changes.pop("spec", KVCacheSpec([LayerKVSpec(4, 8, "float32")] * 2))
-    options = {"load_format": "auto", "seed": 0, "block_size": 16, "model_len": 256, "max_model_len": 256}
+    options = {"load_format": "auto", "seed": 0, "block_size": 16, "max_model_len": 256}
     options["digest_cache"] = folder.parent / "notes.json"
     return fingerprint(load_model_info(folder, overrides), backend, spec, **{**options, **changes})
 
@@ -53,7 +53,7 @@ def test_it_outlives_restarts_copies_and_downloads(folder: Path, tmp_path: Path)
     assert of(copied) == first
     assert of(folder, backend=CPUBackend("bfloat16", "bfloat16", 2)) == first, "threads change no bit"
     assert of(folder, seed=1) == first, "the seed is one of dummy weights only"
-    assert of(folder, model_len=128, max_model_len=128) == first
+    assert of(folder, max_model_len=128) == first
 
 
 def test_everything_that_may_change_bits_changes_it(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_everything_that_may_change_bits_changes_it(folder: Path) -> None:
         of(folder, {"rms_norm_eps": 1e-3}),
         of(folder, {"rope_theta": 5e5}),
         of(folder, DYNAMIC),
-        of(folder, DYNAMIC, model_len=512),
+        of(folder, DYNAMIC, max_model_len=512),
         of(folder, block_size=32),
         of(folder, **backend("float32", "bfloat16")),
         of(folder, **backend("bfloat16", "int8")),

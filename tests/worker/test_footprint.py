@@ -167,7 +167,7 @@ def settled(folder: Path, family: str, **options: Any) -> tuple[EngineConfig, An
     return resolve_config(EngineConfig.from_kwargs(model=str(folder), **(base | options)), info), info
 
 
-STEPS: list[Shape] = [(StepShape(130, 24, 24), False, False), (StepShape(24, 24, 24), False, False)]
+STEPS = [Shape(StepShape(130, 24, 24)), Shape(StepShape(24, 24, 24))]
 
 
 def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, int]:

@@ -57,3 +57,9 @@ def share_of(backend: Backend, total: int, what: str) -> int:
             param="tensor_parallel_size",
         )
     return total // backend.world_size
+
+
+def span_of(backend: Backend, total: int, what: str) -> range:
+    """Return the numbers, of 0 to `total` - 1, that are this rank's; raise what `share_of` does."""
+    share = share_of(backend, total, what)
+    return range(backend.rank * share, (backend.rank + 1) * share)

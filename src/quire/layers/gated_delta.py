@@ -15,7 +15,7 @@ import numpy as np
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array, Arrays, AttentionMetadata
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder, share_of
+from quire.layers.builder import Builder, span_of
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.short_conv import ShortConv
@@ -50,9 +50,8 @@ class GatedDeltaNet:
 
     def __init__(self, builder: Builder, hidden_size: int, sizes: DeltaSizes, *, eps: float, activation: str) -> None:
         self.backend = backend = builder.backend
-        share = share_of(backend, sizes.key_heads, "number of key heads of linear attention")
-        mine = range(backend.rank * share, (backend.rank + 1) * share)
-        self.key_size, self.value_heads = share * sizes.key_dim, share * sizes.shared
+        mine = span_of(backend, sizes.key_heads, "number of key heads of linear attention")
+        self.key_size, self.value_heads = len(mine) * sizes.key_dim, len(mine) * sizes.shared
         self.value_size = self.value_heads * sizes.value_dim
         read = _read_by_group if sizes.by_group else _read_apart
         inputs, gates = read(builder, hidden_size, sizes, mine)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
 from quire.layers.activation import activation_kind
-from quire.layers.builder import Builder, share_of
+from quire.layers.builder import Builder, share_of, span_of
 from quire.layers.lora import Shard, Split
 
 
@@ -53,9 +53,8 @@ def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: in
 
 def column_shard(builder: Builder, names: Sequence[str], sizes: Sequence[int]) -> Shard:
     """Return what takes this rank's equal share of the rows of matrix number i, of these sizes."""
-    rank = builder.backend.rank
-    shares = [share_of(builder.backend, size, f"size of {'/'.join(names)}") for size in sizes]
-    return lambda i, tensor: [tensor.rows(rank * shares[i], (rank + 1) * shares[i])]
+    spans = [span_of(builder.backend, size, f"size of {'/'.join(names)}") for size in sizes]
+    return lambda i, tensor: [tensor.rows(spans[i].start, spans[i].stop)]
 
 
 class ReplicatedLinear:
@@ -173,9 +172,8 @@ class RowParallelLinear(ReplicatedLinear):
         bias: bool = False,
         transposed: bool = False,
     ) -> None:
-        backend = builder.backend
-        share = share_of(backend, in_features, f"size of {name}")
-        columns = backend.rank * share, (backend.rank + 1) * share
+        mine = span_of(builder.backend, in_features, f"size of {name}")
+        columns = mine.start, mine.stop
         super().__init__(builder, name, in_features, out_features, bias=bias, transposed=transposed, columns=columns)
 
     def __call__(self, x: Array) -> Array:
@@ -210,11 +208,10 @@ class QKVParallelLinear(ReplicatedLinear):
         gated: bool = False,
     ) -> None:
         backend = builder.backend
-        self.num_heads = share_of(backend, num_heads, "number of attention heads")
+        self.heads = span_of(backend, num_heads, "number of attention heads")
         copies = max(1, backend.world_size // num_kv_heads)
         self.num_kv_heads = share_of(backend, num_kv_heads * copies, "number of key/value heads")
-        first_head, first_kv_head = backend.rank * self.num_heads, backend.rank // copies * self.num_kv_heads
-        self.heads = range(first_head, first_head + self.num_heads)
+        self.num_heads, first_kv_head = len(self.heads), backend.rank // copies * self.num_kv_heads
         self.kv_heads = range(first_kv_head, first_kv_head + self.num_kv_heads)
         self.q_size, self.kv_size, self.gated = self.num_heads * head_size, self.num_kv_heads * head_size, gated
 

@@ -13,7 +13,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.kernels.backend import Array
 from quire.kernels.experts import Expert, RoutingParams
 from quire.layers.activation import gate_kind
-from quire.layers.builder import Builder, share_of
+from quire.layers.builder import Builder, span_of
 from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 
@@ -137,8 +137,8 @@ class ExpertWeights:
     def __iter__(self) -> Iterator[Expert]:
         builder, options, names = self.builder, self.options, self.options.names
         backend, has = builder.backend, builder.has
-        share = share_of(backend, options.inner_size, f"size of {names.block}.{names.experts}")
-        start, stop = backend.rank * share, (backend.rank + 1) * share
+        mine = span_of(backend, options.inner_size, f"size of {names.block}.{names.experts}")
+        start, stop = mine.start, mine.stop
         if options.transposed or (not has(f"{names.experts}.0.{names.down}.weight") and has(names.stacked[1])):
             experts = _stacked(builder, self.hidden_size, options)
         else:

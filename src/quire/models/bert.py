@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
@@ -47,7 +46,13 @@ def bert(info: ModelInfo) -> DecoderOptions:
         num_token_types=info.fields.integer("type_vocab_size", low=1),
         # Older files hold the numbers of the positions; heads of other tasks are not used.
         ignored_weights=(r"embeddings\.position_ids$", r"(^|\.)pooler\.", r"^(cls|lm_head|classifier)\."),
+        classifier=bert_classifier if has_classifier(info) else None,
     )
+
+
+def bert_classifier(builder: Builder, info: ModelInfo) -> TanhClassifier:
+    body = builder.under_if(BERT.body, f"{BERT.embedding}.weight")
+    return TanhClassifier(body, "pooler.dense", builder, "classifier", info)
 
 
 def roberta(info: ModelInfo) -> DecoderOptions:
@@ -56,7 +61,17 @@ def roberta(info: ModelInfo) -> DecoderOptions:
     config.json counts these rows as positions, `ModelInfo` does not.
     """
     offset = info.fields.integer("pad_token_id", low=0) + 1
-    return replace(bert(info), names=replace(BERT, body="roberta"), position_offset=offset)
+    return replace(
+        bert(info),
+        names=replace(BERT, body="roberta"),
+        position_offset=offset,
+        classifier=roberta_classifier if has_classifier(info) else None,
+    )
+
+
+def roberta_classifier(builder: Builder, info: ModelInfo) -> TanhClassifier:
+    """Unlike BERT's, the dense layer belongs to the classifier."""
+    return TanhClassifier(builder, "classifier.dense", builder, "classifier.out_proj", info)
 
 
 def modernbert(info: ModelInfo) -> DecoderOptions:
@@ -86,31 +101,13 @@ def modernbert(info: ModelInfo) -> DecoderOptions:
         output_bias=bias,
         mlp_bias=info.fields.flag("mlp_bias"),
         ignored_weights=(r"^(head|decoder|classifier)\.",),
+        classifier=NormClassifier if has_classifier(info) else None,
     )
 
 
-def bert_classifier(info: ModelInfo) -> DecoderOptions:
-    """BERT with scores of classes, computed from the first token's hidden states."""
-
-    def classifier(builder: Builder, info: ModelInfo) -> Callable[[Array], Array]:
-        body = builder.under_if(BERT.body, f"{BERT.embedding}.weight")
-        return TanhClassifier(body, "pooler.dense", builder, "classifier", info)
-
-    return replace(bert(info), classifier=classifier)
-
-
-def roberta_classifier(info: ModelInfo) -> DecoderOptions:
-    """RoBERTa with scores of classes; the dense layer belongs to the classifier."""
-
-    def classifier(builder: Builder, info: ModelInfo) -> Callable[[Array], Array]:
-        return TanhClassifier(builder, "classifier.dense", builder, "classifier.out_proj", info)
-
-    return replace(roberta(info), classifier=classifier)
-
-
-def modernbert_classifier(info: ModelInfo) -> DecoderOptions:
-    """ModernBERT with scores of classes."""
-    return replace(modernbert(info), classifier=NormClassifier)
+def has_classifier(info: ModelInfo) -> bool:
+    """Whether the model gives scores of classes, computed from the first token's hidden states."""
+    return info.architecture.endswith("ForSequenceClassification")
 
 
 def num_labels(info: ModelInfo) -> int:

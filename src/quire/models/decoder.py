@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.tensor import Tensor
-from quire.checkpoint.weights import WeightSource
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.activation import Activation
 from quire.layers.attention import Attention, take_rows
@@ -37,7 +35,6 @@ from quire.models.interface import HiddenStates
 from quire.step import KVCacheSpec, LayerKVSpec, LayerStateSpec
 
 INV_FREQ = r"rotary_emb\.inv_freq$"  # older files hold the frequencies of the rotation
-VISION_WEIGHTS = (INV_FREQ, r"^(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
 
 
 class Mixer(Protocol):
@@ -116,7 +113,7 @@ class DecoderOptions:
             embedding_scale_rounded: the first is rounded to the dtype of the weights, as in training.
         logit_softcap: see `Backend.softcap`.
         mixer: builds the mixer of a layer, given the layer's builder, config, number, rotation and options.
-        classifier: builds `Model.classifier`. language_model: the decoder is a part of a model that takes images too.
+        classifier: builds `Model.classifier`.
         ignored_weights: see `Model`.
     """
 
@@ -155,7 +152,6 @@ class DecoderOptions:
     logit_softcap: float | None = None
     mixer: Callable[[Builder, ModelInfo, int, RotaryEmbedding | None, DecoderOptions], Mixer] | None = None
     classifier: Callable[[Builder, ModelInfo], Callable[[Array], Array]] | None = None
-    language_model: bool = False
     ignored_weights: tuple[str, ...] = (INV_FREQ,)
 
 
@@ -404,11 +400,6 @@ class Decoder:
         The constructor is run twice: first on a `DryRunWeights` that only checks names and shapes. So it must not look
         at values, and which tensors it reads may depend on `info` and on `builder.has` alone.
         """
-        if options.language_model:
-            weights = LanguageModelWeights(builder.weights)
-            builder = replace(builder, weights=weights)
-            # config.json says it of the whole model and of its language model, which may differ.
-            info = replace(info, tie_word_embeddings="lm_head.weight" not in weights)
         names, hidden, eps = options.names, info.hidden_size, info.norm_eps
         width = options.embedding_size or hidden
         numbers = range(info.num_hidden_layers) if builder.layers is None else builder.layers
@@ -525,28 +516,3 @@ def rounded(value: float, dtype: str) -> float:
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
         return float(np.uint32(bits).view(np.float32))
     return float(np.dtype(dtype).type(value))
-
-
-@dataclass(frozen=True, slots=True)
-class LanguageModelWeights:
-    """Tensors of the language model within a model that takes images, under the names of a text model.
-
-    "model.norm.weight" stands for "language_model.model.norm.weight".
-    """
-
-    source: WeightSource
-
-    BODIES = ("language_model.model.", "model.language_model.")  # as published, and as transformers 5 saves them
-    HEADS = ("language_model.lm_head.", "lm_head.")
-
-    def __contains__(self, name: str) -> bool:
-        return any(full in self.source for full in self._full_names(name))
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor; one that is missing is read under the first of its names."""
-        names = self._full_names(name)
-        return self.source.read(next((full for full in names if full in self.source), names[0]), shape)
-
-    def _full_names(self, name: str) -> list[str]:
-        body, head = name.removeprefix("model."), name.removeprefix("lm_head.")
-        return [prefix + body for prefix in self.BODIES] if body != name else [prefix + head for prefix in self.HEADS]

@@ -22,7 +22,7 @@ from quire.checkpoint.weights import CheckpointWeights, DummyWeights
 from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder, share_of
+from quire.layers.builder import Builder, share_of, span_of
 from quire.step import KVCacheSpec, LayerKVSpec
 
 COLUMN_WISE, ROW_WISE = "colwise", "rowwise"
@@ -329,14 +329,12 @@ def packed_linear(backend: Backend, linear: Any, style: str | None, *, exact: bo
     """
     weight, bias = host_tensor(linear.weight), None if linear.bias is None else host_tensor(linear.bias)
     if backend.world_size > 1 and style == COLUMN_WISE:
-        share = share_of(backend, linear.out_features, "columns of a linear layer")
-        start = backend.rank * share
-        weight = weight.rows(start, start + share)
-        bias = None if bias is None else bias.rows(start, start + share)
+        mine = span_of(backend, linear.out_features, "columns of a linear layer")
+        weight = weight.rows(mine.start, mine.stop)
+        bias = None if bias is None else bias.rows(mine.start, mine.stop)
     elif backend.world_size > 1 and style == ROW_WISE:
-        share = share_of(backend, linear.in_features, "rows of a linear layer")
-        start = backend.rank * share
-        weight = weight.columns(start, start + share)
+        mine = span_of(backend, linear.in_features, "rows of a linear layer")
+        weight = weight.columns(mine.start, mine.stop)
         bias = bias if backend.rank == 0 else None  # the sum over ranks must hold it once
     packed = backend.pack_linear([weight], None if bias is None else [bias], exact=exact)
     inputs, outputs = weight.shape[1], weight.shape[0]

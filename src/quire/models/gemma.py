@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.models.decoder import VISION_WEIGHTS, DecoderNames, DecoderOptions
+from quire.models.decoder import DecoderNames, DecoderOptions
 from quire.models.llama import attention_bias
 
 SANDWICH = DecoderNames(
@@ -48,8 +48,3 @@ def gemma3(info: ModelInfo) -> DecoderOptions:
     transformers reads the cap of attention's logits and does not use it.
     """
     return replace(gemma2(info), qk_norm="head", attention_softcap=None)
-
-
-def gemma3_multimodal(info: ModelInfo) -> DecoderOptions:
-    """The language model of the 4B and larger models."""
-    return replace(gemma3(info), language_model=True, ignored_weights=VISION_WEIGHTS)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array, Arrays, AttentionMetadata
 from quire.layers.attention import take_rows
-from quire.layers.builder import Builder, share_of
+from quire.layers.builder import Builder, span_of
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.moe import MoENames, MoEOptions
 from quire.layers.rotary import RotaryEmbedding
@@ -73,11 +73,11 @@ class GatedConv:
 
     def __init__(self, builder: Builder, info: ModelInfo) -> None:
         hidden, taps = info.hidden_size, info.fields.integer("conv_L_cache", low=2, high=64)
-        bias, backend = info.fields.flag("conv_bias", False), builder.backend
+        bias = info.fields.flag("conv_bias", False)
         self.backend = builder.backend
         self.in_proj = ColumnParallelLinear(builder, ("in_proj",), hidden, (hidden,) * 3, bias=bias)
-        self.size = share_of(backend, hidden, "number of channels")
-        mine = range(backend.rank * self.size, (backend.rank + 1) * self.size)
+        mine = span_of(self.backend, hidden, "number of channels")
+        self.size = len(mine)
         self.conv = ShortConv(builder, "conv", hidden, taps, mine=(mine,), bias=bias)
         self.out_proj = RowParallelLinear(builder, "out_proj", hidden, hidden, bias=bias)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.moe import MoENames, MoEOptions
-from quire.models.decoder import VISION_WEIGHTS, DecoderOptions
+from quire.models.decoder import DecoderOptions
 from quire.models.experts import read_routing
 
 
@@ -12,14 +12,9 @@ def mistral(info: ModelInfo) -> DecoderOptions:
     """Mistral (Jiang et al. 2023): Llama's decoder with a sliding window; no biases, whatever the config says.
 
     Ministral (2024) has windows in some layers only; Ministral 3 (2025) stretches the rotation, and scales queries by
-    position (`RopeParameters.query_growth`).
+    position (`RopeParameters.query_growth`). Either is the language model of Mistral Small 3.1 and later.
     """
     return DecoderOptions()
-
-
-def mistral3(info: ModelInfo) -> DecoderOptions:
-    """The language model of Mistral Small 3.1 and later, and of Ministral 3; config.json says which."""
-    return DecoderOptions(language_model=True, ignored_weights=VISION_WEIGHTS)
 
 
 def mixtral(info: ModelInfo) -> DecoderOptions:

@@ -72,13 +72,11 @@ def qwen3_next(info: ModelInfo, *, by_group: bool = True) -> DecoderOptions:
 
 
 def qwen3_5(info: ModelInfo) -> DecoderOptions:
-    """Qwen3.5 (Qwen team 2026): Qwen3-Next with tensors of their own for each input of a delta net."""
+    """Qwen3.5 (Qwen team 2026): Qwen3-Next with tensors of their own for each input of a delta net.
+
+    Of those that take images, positions of text are the same on all three axes.
+    """
     return qwen3_next(info, by_group=False)
-
-
-def qwen3_5_multimodal(info: ModelInfo) -> DecoderOptions:
-    """The language model of a Qwen3.5 that takes images; positions of text are the same on all three of its axes."""
-    return replace(qwen3_5(info), language_model=True, ignored_weights=(INV_FREQ, MTP, r"^(model\.)?visual\."))
 
 
 def _experts(info: ModelInfo) -> MoEOptions:

@@ -91,14 +91,9 @@ class SequenceState:
         """Return the state of a fork: independent, and without the log-probabilities of the prompt."""
         twin = copy.copy(self)
         twin.num_prompt_logprobs = None
-        if self.counts is not None:
-            twin.counts = self.counts.copy()
-        if self.dry is not None:
-            twin.dry = self.dry.copy()
-        if self.processors is not None:
-            twin.processors = self.processors.copy()
-        if self.truncation is not None:
-            twin.truncation = self.truncation.copy()
+        for name in ("counts", "dry", "processors", "truncation"):
+            state = getattr(self, name)
+            setattr(twin, name, None if state is None else state.copy())
         return twin
 
     @property

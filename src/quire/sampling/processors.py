@@ -20,6 +20,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -59,34 +60,31 @@ def load_processors(plugins: Sequence[str]) -> dict[str, LogitsProcessorFactory]
     """
     factories = {}
     for name, plugin in zip(registered_names(plugins), plugins, strict=True):
-        _, equals, target = plugin.partition("=")
-        factory = _import(name, target.strip()) if equals else _entry_point(name)
+        where, load = _find(name, plugin)
+        try:
+            factory = load()
+        except Exception as error:  # importing a plug-in may raise anything
+            raise ConfigError(
+                f"logits processor {name} cannot be imported from {where}: {type(error).__name__}: {error}",
+                param="logits_processors",
+            ) from error
         if not callable(factory):
             raise ConfigError(f"logits processor {name} is no factory: {echo(factory)}", param="logits_processors")
         factories[name] = factory
     return factories
 
 
-def _import(name: str, target: str) -> Any:
-    module, colon, attribute = target.partition(":")
-    if not (colon and module and attribute):
-        raise ConfigError(
-            f"logits_processors must be NAME=MODULE:ATTRIBUTE, got {echo(f'{name}={target}')}",
-            param="logits_processors",
-        )
-    try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # importing a plug-in may raise anything
-        raise ConfigError(
-            f"logits processor {name} cannot be imported from {target}: {type(error).__name__}: {error}",
-            param="logits_processors",
-        ) from error
-    return found
-
-
-def _entry_point(name: str) -> Any:
+def _find(name: str, plugin: str) -> tuple[str, Callable[[], Any]]:
+    """Return where a plug-in is, as its error says, and what imports it."""
+    _, equals, target = plugin.partition("=")
+    if equals:
+        module, colon, attribute = target.strip().partition(":")
+        if not (colon and module and attribute):
+            raise ConfigError(
+                f"logits_processors must be NAME=MODULE:ATTRIBUTE, got {echo(f'{name}={target.strip()}')}",
+                param="logits_processors",
+            )
+        return target.strip(), lambda: attrgetter(attribute)(importlib.import_module(module))
     points = importlib.metadata.entry_points(group=GROUP, name=name)
     if not points:
         known = sorted({point.name for point in importlib.metadata.entry_points(group=GROUP)})
@@ -96,13 +94,7 @@ def _entry_point(name: str) -> Any:
             param="logits_processors",
         )
     point = next(iter(points))
-    try:
-        return point.load()
-    except Exception as error:  # importing a plug-in may raise anything
-        raise ConfigError(
-            f"logits processor {name} cannot be imported from {point.value}: {type(error).__name__}: {error}",
-            param="logits_processors",
-        ) from error
+    return point.value, point.load
 
 
 class Processors:

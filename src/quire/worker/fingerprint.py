@@ -42,7 +42,6 @@ def fingerprint(
     load_format: str,
     seed: int,
     block_size: int,
-    model_len: int,
     max_model_len: int,
     digest_cache: Path,
 ) -> str:
@@ -50,14 +49,13 @@ def fingerprint(
 
     Args:
         load_format, seed: as given to `load_model`.
-        model_len: the length that the model was built for; rotary frequencies may depend on it.
-        max_model_len: the length that is served; the groups of layers depend on it.
+        max_model_len: that the model was built for; rotary frequencies and groups of layers may depend on it.
         digest_cache: file of the digests of weight files; it need not exist, nor be writable.
 
     Raises:
         ModelError: the weights cannot be read.
     """
-    rotary = [inverse_frequencies(rope, model_len).tobytes().hex() for rope in dict.fromkeys(info.layer_ropes)]
+    rotary = [inverse_frequencies(rope, max_model_len).tobytes().hex() for rope in dict.fromkeys(info.layer_ropes)]
     parts = {
         "config": dict(info.raw),
         "weights": seed if load_format == "dummy" else _weights(info, load_format, digest_cache),

@@ -36,8 +36,8 @@ from quire.layers.builder import Builder
 from quire.models.interface import Model
 from quire.models.registry import build_model
 from quire.step import KVCacheSpec
-from quire.worker.graphs import MAX_GRAPHS, SequenceStates, StepGraphs, new_slots
-from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.graphs import MAX_GRAPHS, SequenceStates, StepGraphs, dummy_inputs, new_slots
+from quire.worker.input_batch import InputBatch
 
 PARTS = ("embeddings", "attention", "convolutions", "mlp", "experts", "norms", "head", "other")
 _PATTERNS = {
@@ -181,8 +181,10 @@ class Footprint:
         groups = 1 + max((cache.group for cache in caches), default=0)
         pools = self._info.pooling is not None  # then all hidden states may be requested
         for count in dict.fromkeys((tokens, rows)):
-            inputs = _inputs(count, rows, groups, 0 if pools else rows)
+            inputs = dummy_inputs(groups, count, rows, 0)
             inputs.adapter_slots = slots
+            if pools:
+                inputs.logits_indices = inputs.logits_indices[:0]
             graphs.run(inputs, all_hidden=pools)
         if self._gpu:
             return StepBytes(
@@ -222,8 +224,8 @@ class Footprint:
         found = []
         for rows in (0, 1):
             backend.reset()
-            inputs = _inputs(1, 1, 1 + max((cache.group for cache in caches), default=0), rows)
-            inputs.adapter_slots = slots
+            inputs = dummy_inputs(1 + max((cache.group for cache in caches), default=0), 1, 1, 0)
+            inputs.adapter_slots, inputs.logits_indices = slots, inputs.logits_indices[:rows]
             graphs.run(inputs)
             found.append(backend.work(self.weights))
         token, both = found
@@ -348,26 +350,6 @@ def _disk_bytes(checkpoint: Checkpoint, names: list[str]) -> Mapping[str, int]:
     for name, stored in checkpoint.tensors.items():
         found[part_of(name) if name in read else "unused"] += stored.num_bytes
     return found
-
-
-def _inputs(tokens: int, sequences: int, groups: int, rows: int) -> StepInputs:
-    """Return the inputs of a step with so many rows of logits, of which only the lengths are looked at."""
-    per_token, per_sequence = np.broadcast_to(np.int64(0), tokens), np.broadcast_to(np.int64(0), sequences)
-    num_scheduled = np.ones(sequences, np.int64)
-    num_scheduled[0] += tokens - sequences
-    return StepInputs(
-        sequence_ids=[],
-        rows=per_sequence,
-        num_scheduled=num_scheduled,
-        input_ids=per_token,
-        positions=per_token,
-        cu_query_lens=np.broadcast_to(np.int64(0), sequences + 1),
-        seq_lens=per_sequence,
-        block_tables=np.broadcast_to(np.int64(0), (groups, sequences, 1)),
-        slot_mapping=np.broadcast_to(np.int64(0), (groups, tokens)),
-        num_logits=per_sequence,
-        logits_indices=np.broadcast_to(np.int64(0), rows),
-    )
 
 
 def _num_cores() -> int:

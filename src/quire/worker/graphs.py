@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.steps import GraphStats, StepShape
 from quire.layers.lora import LoRASlots
+from quire.models.interface import Model
 from quire.step import ForkData, KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
@@ -54,21 +55,6 @@ class Shape(NamedTuple):
     replaced: bool = False
 
 
-class RunnableModel(Protocol):
-    """The part of a model that the runner calls; see `models.interface` for the whole contract."""
-
-    vocab_size: int
-
-    def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
-        """Return hidden states [T, H]."""
-
-    def compute_logits(self, hidden: Array) -> Array:
-        """Return logits float32 [R, V] of hidden rows [R, H]."""
-
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """Return what each layer caches."""
-
-
 class StepGraphs:
     """Runs `model` on steps of up to `max_tokens` tokens and `max_num_seqs` sequences of `max_blocks` blocks.
 
@@ -86,7 +72,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: RunnableModel,
+        model: Model,
         backend: Backend,
         kv_caches: list[LayerCache],
         *,
@@ -103,7 +89,7 @@ class StepGraphs:
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
         self._lora, self._stager = lora, backend.stager()
-        self._recordable = getattr(model, "recordable", True)
+        self._recordable = model.recordable
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self.last_tokens = backend.zeros((max_num_seqs + max_tokens,), "int64")
         self._sources = backend.zeros((max_tokens,), "int64")
@@ -117,7 +103,7 @@ class StepGraphs:
         self._logits_indices = backend.zeros((max_num_seqs,), "int64")
         self._state_rows = backend.zeros((max_num_seqs,), "int64") if states else None
         self._headless = hasattr(model, "project")
-        has_types = getattr(model, "num_token_types", 0) > 0
+        has_types = model.num_token_types > 0
         self._extra = {"token_types": backend.zeros((max_tokens,), "int64")} if has_types else {}
         self._graphs: OrderedDict[Shape, Callable[..., Arrays]] = OrderedDict()
         self._warm_up = GraphWarmUp(backend, max_num_seqs)
@@ -354,6 +340,7 @@ class GraphWarmUp:
 def dummy_inputs(num_groups: int, tokens: int, sequences: int, row: int) -> StepInputs:
     """Return the inputs of a step that writes nothing, its tokens divided among sequences of the batch's row `row`."""
     counts = np.full(sequences, tokens // max(sequences, 1))
+    counts[:1] += tokens - counts.sum()
     return StepInputs(
         sequence_ids=[],
         rows=np.full(sequences, row, np.int64),

@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.kernels.backend import Array, Backend, DeviceTokens, KVCache, LayerCache, LayerwiseOffload
 from quire.lora.store import AdapterStore
+from quire.models.interface import Model
 from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.metadata import Bitmask
@@ -29,7 +30,7 @@ from quire.step import (
     TokenTopLogprobs,
 )
 from quire.worker.disk_store import DiskStore
-from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, RunnableModel, SequenceStates, StepGraphs
+from quire.worker.graphs import PROMPT_LOGPROB_ROWS, WARM_UP_TOKENS, SequenceStates, StepGraphs
 from quire.worker.guidance import Guidance, masked_logprobs
 from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
@@ -134,7 +135,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: RunnableModel,
+        model: Model,
         backend: Backend,
         *,
         num_blocks: int,

@@ -69,7 +69,8 @@ class Worker:
         info: ModelInfo,
         new_backend: Callable[[EngineConfig], Backend] = new_backend,
     ) -> None:
-        self.config = config
+        assert config.model.max_model_len is not None, "resolved by the engine"
+        self.config, self._model_len = config, config.model.max_model_len
         self._new_backend = new_backend
         self._processors = load_processors(config.model.logits_processors)
         self.backend = new_backend(config)
@@ -88,12 +89,11 @@ class Worker:
 
     def _load(self) -> Model:
         started, options = time.perf_counter(), self.config.model
-        assert options.max_model_len is not None, "resolved by the engine"
         slots = new_slots(self.config, self._info, self.backend) if self.config.lora.enable_lora else None
         model = load_model(
             self._info,
             self.backend,
-            max_model_len=options.max_model_len,
+            max_model_len=self._model_len,
             load_format=options.load_format,
             strategy=options.safetensors_load_strategy,
             allow_nonfinite=options.allow_nonfinite,
@@ -136,12 +136,11 @@ class Worker:
         return dataclasses.replace(measured, used=measured.used + graphs)
 
     def _run_largest_step(self) -> None:
-        limits, length = self.config.scheduler, self.config.model.max_model_len
-        assert length is not None, "resolved by the engine"
+        limits = self.config.scheduler
         with as_memory_error():
             cache = self.config.cache
             swaps = cache.swap_space != 0 and not cache.kv_resident_layers
-            runner = self._new_runner(PROFILE_BLOCKS, length, 1 if swaps else 0)
+            runner = self._new_runner(PROFILE_BLOCKS, self._model_len, 1 if swaps else 0)
             try:
                 runner.graphs.compile_ahead()  # side by side, before this step has to wait for one after the other
                 runner.submit(largest_step(runner, limits.max_num_seqs, limits.max_num_batched_tokens)).result()
@@ -163,7 +162,7 @@ class Worker:
         if self.model is None:
             self.model = self._load()
         with ExitStack() as undo:
-            self._store = self._open_store(max_model_len)
+            self._store = self._open_store()
             if self._store is not None:
                 undo.callback(self._store.close)
             with as_memory_error():
@@ -260,31 +259,26 @@ class Worker:
 
     def _groups(self) -> list[KVCacheGroup]:
         """Return the groups of layers, by the context length before it was fit to memory, as in the engine."""
-        assert self.config.model.max_model_len is not None, "resolved by the engine"
-        return self.kv_cache_spec().groups(self.config.model.max_model_len)
+        return self._spec.groups(self._model_len)
 
-    def _open_store(self, max_model_len: int) -> DiskStore | None:
+    def _open_store(self) -> DiskStore | None:
         """Open the disk tier, if the config asks for one."""
         cache, model = self.config.cache, self.config.model
         if not cache.kv_disk_space:
             return None
-        assert model.max_model_len is not None, "resolved by the engine"
-        folder = DISK_FOLDER if cache.kv_disk_dir is None else Path(cache.kv_disk_dir)
-        folder = folder.expanduser()
-        spec = self.kv_cache_spec()
+        folder = (DISK_FOLDER if cache.kv_disk_dir is None else Path(cache.kv_disk_dir)).expanduser()
         identity = fingerprint(
             self._info,
             self.backend,
-            spec,
+            self._spec,
             load_format=model.load_format,
             seed=model.seed,
             block_size=cache.block_size,
-            model_len=model.max_model_len,
-            max_model_len=model.max_model_len,
+            max_model_len=self._model_len,
             digest_cache=folder / "weights.json",
         )
         largest = max(self._groups(), key=lambda group: len(group.layers))
-        layers = [spec.layers[index] for index in largest.layers]
+        layers = [self._spec.layers[index] for index in largest.layers]
         samples = [new_cache(self.backend, layer, 1, cache.block_size) for layer in layers]
         geometry = StoreGeometry(
             fingerprint=identity,

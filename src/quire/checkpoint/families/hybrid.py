@@ -117,6 +117,6 @@ HYBRID: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _qwen("qwen3_5_text", "qwen.qwen3_5", _QWEN35),
     "Qwen3_5MoeForCausalLM": _qwen("qwen3_5_moe_text", "qwen.qwen3_5", _QWEN35_MOE),
-    "Qwen3_5ForConditionalGeneration": _qwen("qwen3_5", "qwen.qwen3_5_multimodal", _QWEN35, "text_config"),
-    "Qwen3_5MoeForConditionalGeneration": _qwen("qwen3_5_moe", "qwen.qwen3_5_multimodal", _QWEN35_MOE, "text_config"),
+    "Qwen3_5ForConditionalGeneration": _qwen("qwen3_5", "qwen.qwen3_5", _QWEN35, "text_config"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen("qwen3_5_moe", "qwen.qwen3_5", _QWEN35_MOE, "text_config"),
 }

@@ -93,7 +93,7 @@ LOCAL: dict[str, Family] = {
     ),
     "Gemma3ForConditionalGeneration": Family(
         "gemma3",
-        "gemma.gemma3_multimodal",
+        "gemma.gemma3",
         _GEMMA3,
         {"hidden_act": "hidden_activation"},
         windows=Windows.LISTED,
@@ -114,7 +114,7 @@ LOCAL: dict[str, Family] = {
         derive=_ministral3,
     ),
     "Mistral3ForConditionalGeneration": Family(
-        "mistral3", "mistral.mistral3", _MISTRAL, windows=Windows.ALL, within="text_config"
+        "mistral3", "mistral.mistral", _MISTRAL, windows=Windows.ALL, within="text_config"
     ),
     "Cohere2ForCausalLM": Family(
         "cohere2",

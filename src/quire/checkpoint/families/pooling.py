@@ -89,7 +89,7 @@ _MODERNBERT_FAMILY = Family(
 
 
 def _of_classes(family: Family) -> Family:
-    return replace(family, options=f"{family.options}_classifier", pools="classify")
+    return replace(family, pools="classify")
 
 
 ENCODERS: dict[str, Family] = {
