@@ -18,7 +18,7 @@ from quire.simulate.executor import SimulatedExecutor
 from quire.simulate.report import as_csv, summarize, summarize_run, table
 from quire.simulate.run import RunHasher
 from quire.simulate.trace import Synthetic, TraceRequest, draw, read_trace
-from quire.simulate.waste import Buddies, WasteMeter, waste_report
+from quire.simulate.waste import BuddyAllocator, WasteMeter, waste_report
 from quire.worker.footprint import Footprint
 from tests.meta.source import ENVIRONMENT
 from tests.simulate.conftest import PlainCost
@@ -184,20 +184,20 @@ def test_shared_blocks_are_counted_once(replay):
 
 
 def test_buddies_split_join_and_leave_holes():
-    buddies = Buddies()
+    buddies = BuddyAllocator()
     for name, size in (("a", 4), ("b", 4), ("c", 8)):
-        buddies.take(name, size)
+        buddies.allocate(name, size)
     assert buddies.extent == 16
-    buddies.give_back("a")
-    buddies.take("d", 8)  # no room in the hole of 4
+    buddies.free("a")
+    buddies.allocate("d", 8)  # no room in the hole of 4
     assert buddies.extent == 24
-    buddies.give_back("b")
-    buddies.take("e", 8)  # a and b have joined
+    buddies.free("b")
+    buddies.allocate("e", 8)  # a and b have joined
     assert buddies.extent == 24
     for name in ("c", "d", "e"):
-        buddies.give_back(name)
+        buddies.free(name)
     assert buddies.extent == 0
-    buddies.take("f", 32)
+    buddies.allocate("f", 32)
     assert buddies.extent == 32
 
 

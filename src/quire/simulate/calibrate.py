@@ -1,8 +1,8 @@
-"""Measures steps of a real engine, chosen to tell apart what a step's time depends on, and fits a `FittedCost`.
+"""Measures steps of a real engine, which differ in what a step's time depends on, and fits a `FittedCost`.
 
-Most steps are given to the executor directly, with contexts that were never computed: how long attention takes does not
-depend on what it reads. Then the whole engine runs under small loads, for steps as they really come and for what the
-scheduler itself takes.
+Most steps are submitted to the executor directly, with contexts that were never computed: how long attention takes does
+not depend on the values it reads. Then the whole engine runs under small loads, for realistic steps and for the
+scheduler's own time.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class WorkloadRunner:
         self._ended = list(scheduled)
 
     def end(self) -> None:
-        """Let the executor forget the last workload's sequences."""
+        """Remove the last workload's sequences from the executor."""
         if self._ended:
             self._executor.execute(self._step({}))
 
@@ -208,7 +208,7 @@ def measure_workloads(runner: WorkloadRunner, limits: Limits, seconds: float) ->
 
 
 def _medians(steps: Sequence[Measured]) -> list[Measured]:
-    """Return one step for each kind there is: the one of median time. Kinds differ in all but context by a few."""
+    """Return the step of median time of each group; within a group, steps differ only by a few tokens of context."""
     kinds: dict[tuple[object, ...], list[Measured]] = {}
     for step in steps:
         contents = step.contents
@@ -318,7 +318,7 @@ def _run_load(
                 yield executor.last, max(rest, 1e-9)
     finally:
         core.abort(AbortRequests([str(request.number) for request in requests]))
-        core.step()  # so that the executor forgets them
+        core.step()  # removes them from the executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ def calibrate(config: EngineConfig, *, seconds: float = 60.0, machine: str = "")
         ConfigError, ModelError: as the engine does when it starts.
     """
     info = load_info(config)
-    core = EngineCore(config, info=info)  # brings in the data plane, which nothing else here does
+    core = EngineCore(config, info=info)  # imports the data plane, as nothing else here does
     try:
         return measure(core, info, seconds, machine=machine)
     finally:
@@ -389,8 +389,8 @@ def fit_cost(
 ) -> Calibration:
     """Fit a cost model to measured steps: designed ones, those of loads, and the scheduler's part of these.
 
-    A fit that pays little heed to slow outliers is below the mean, by which loads are slowed down. So all times are
-    scaled at the end to what the loads took altogether. `config` is resolved.
+    The fit discounts slow outliers, so it is below the mean, which is what the duration of a load depends on. All times
+    are therefore scaled at the end, to the total time of the loads. `config` is resolved.
     """
     thinned = random.Random(0).sample(loaded, min(len(loaded), MAX_LOAD_STEPS))
     steps = [*designed, *thinned]

@@ -23,7 +23,7 @@ class StepContents:
         num_tokens: computed. num_sequences: that have some of them. num_sampled: that get a new token.
         prefill_pairs: (query, key) pairs that attention compares, over sequences with more than one query.
         decode_context: positions that attention reads for sequences with one query. Both are means over layers.
-        num_new: sequences that the worker did not know. num_new_known_tokens: tokens it was told of them.
+        num_new: sequences that are new to the worker. num_new_known_tokens: the tokens it is sent of them.
         num_layerwise_loads, num_layerwise_stores: layerwise blocks loaded from the host, and stored there.
         streamed: both, in as many whole blocks as have that many bytes.
         exchanged: the same of copies within the device from and to layerwise blocks, beside which nothing is computed.
@@ -111,7 +111,7 @@ class LayerwiseReader:
         self._tables: dict[str, _Table] = {}
 
     def read(self, step: SchedulerOutput, contents: StepContents) -> None:
-        """Take in `step` and count what it streams."""
+        """Process `step` and count the blocks that it streams."""
         first_layerwise, tables = self._first_layerwise, self._tables
         copies = [(each.block_id, each.key) for each in step.transfers if each.op is TransferOp.COPY]
         num_loads = sum(source >= first_layerwise for source, _ in copies)
@@ -157,7 +157,7 @@ class LayerwiseReader:
 
 
 class StepReader:
-    """Follows the sequences of a run, and says of each step what is in it and who is sampled.
+    """Follows the sequences of a run; finds what is in each step, and which sequences are sampled.
 
     Args:
         windows: sliding windows of the model.
@@ -177,7 +177,7 @@ class StepReader:
         self._layerwise = LayerwiseReader(first_layerwise, block_size, share)
 
     def read(self, step: SchedulerOutput) -> tuple[StepContents, dict[str, list[int]]]:
-        """Take in `step`; return its contents, and a new token for every sequence that is sampled.
+        """Process `step`; return its contents, and a new token for every sequence that is sampled.
 
         The tokens of a sequence are all the same, and those of two sequences differ.
         """

@@ -1,9 +1,8 @@
-"""Cost models: how many seconds a step takes, from its contents. One is fitted to a machine, one is given in its rates.
+"""Cost models: how many seconds a step takes, from its contents.
 
-`FittedCost` is linear in features of a step, except in the number of tokens, where it goes straight from one measured
-number to the next. So it needs no theory of where the weights' bandwidth ends and arithmetic begins: the bend of the
-roofline (Williams et al. 2009) is in the measurements. `RooflineCost` is the theory, for machines that are not
-there.
+`FittedCost` is fitted to measurements of a machine. It is linear in features of a step, except in the number of tokens,
+where it interpolates linearly between measured numbers, so the bend of the roofline (Williams et al. 2009), from memory
+bandwidth to arithmetic, is in the measurements. `RooflineCost` computes that bend from the rates of a device.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CostModel(Protocol):
         """Shapes of step that the worker keeps, see `StepReader`."""
 
     def seconds(self, contents: StepContents) -> float:
-        """Return the seconds from the start of planning a step to the end of taking in its results."""
+        """Return the seconds from the start of planning a step to the end of processing its results."""
 
 
 def token_weights(num_tokens: int, knots: Sequence[int]) -> list[float]:
@@ -80,7 +79,7 @@ class FittedCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model, machine: what was measured, in words. dtype, kv_dtype: of that run.
         knots: numbers of tokens, rising; knot_seconds: time of a step with so many, apart from what follows.
         device: seconds per unit of each of `DEVICE_FEATURES`. host: the same for `HOST_FEATURES`, and host_base per
-            step: planning and taking in, without the model.
+            step: planning it and processing its results, without the model.
         num_shapes: see `CostModel`. memory: bytes of the KV cache of that engine.
         moved_block, disk_block: seconds per block moved between device and host, and to or from disk.
         error: median relative error of the fit.

@@ -25,7 +25,7 @@ class Clock(Protocol):
         """Return the time."""
 
     def wait_until(self, when: float) -> None:
-        """Let time pass until `when`; return at once if that is over."""
+        """Let time pass until `when`; return at once if that is past."""
 
 
 class VirtualClock:
@@ -66,12 +66,12 @@ class WallClock:
             time.sleep(left)
 
 
-MAX_IDLE_STEPS = 1000  # steps on end that compute nothing, let no time pass and end nothing
+MAX_IDLE_STEPS = 1000  # consecutive steps without tokens, elapsed time or outputs
 
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request. Times in seconds of the replay, None if it did not come to that.
+    """What happened to one request. Times in seconds of the replay, None for events that did not happen.
 
     Attributes:
         num_generated: tokens. num_cached: prompt tokens that were not computed. error: why it failed, or None.
@@ -133,8 +133,8 @@ class RunLog:
     max_waiting: int = 0
     max_usage: float = 0.0
 
-    def note(self, stats: SchedulerStats, seconds: float) -> None:
-        """Take in the state of the queues, which held for `seconds`."""
+    def add(self, stats: SchedulerStats, seconds: float) -> None:
+        """Add the state of the queues, which lasted `seconds`."""
         usage = stats.kv_cache_usage
         self.running += stats.num_running * seconds
         self.waiting += stats.num_waiting * seconds
@@ -167,18 +167,18 @@ def drive(
     while next_index < len(requests) or core.has_unfinished():
         if not core.has_unfinished():
             clock.wait_until(requests[next_index].arrival)
-            last = clock()  # while nobody waits or runs, all of it is 0
+            last = clock()  # an idle engine adds nothing to the sums
         now = clock()
         while next_index < len(requests) and requests[next_index].arrival <= now:
             request = requests[next_index]
             core.add(message_of(request, prompt_of(request), params))
             next_index += 1
-        news = core.step()
+        result = core.step()
         now = clock()
-        log.note(news.stats, now - last)
-        num_idle = num_idle + 1 if now == last and not news.outputs else 0
+        log.add(result.stats, now - last)
+        num_idle = num_idle + 1 if now == last and not result.outputs else 0
         last = now
-        for output in news.outputs:
+        for output in result.outputs:
             record = by_id[output.sequence_id]
             if record.first_token is None and output.new_token_ids:
                 record.first_token = now
@@ -193,7 +193,7 @@ def drive(
                 record.error = output.error
         if num_idle > MAX_IDLE_STEPS:
             if next_index == len(requests):
-                raise QuireError(f"the scheduler does nothing at {now:.6f} s: {news.stats}")
+                raise QuireError(f"the scheduler does nothing at {now:.6f} s: {result.stats}")
             clock.wait_until(requests[next_index].arrival)
     log.duration = max((record.finish or 0.0 for record in log.records), default=0.0)
     log.stats = core.scheduler.stats()
@@ -203,21 +203,21 @@ def drive(
 def message_of(
     request: TraceRequest, prompt: list[int], params: dict[int, SamplingParams] | None = None
 ) -> EngineRequest:
-    """Return the request as the front would send it; sampling options are kept in `params`, by number of tokens."""
-    wanted = request.num_output_tokens
+    """Return the request as the front end would send it; `params` caches sampling options by number of tokens."""
+    length = request.num_output_tokens
     params = {} if params is None else params
-    if wanted not in params:
-        params[wanted] = SamplingParams(temperature=0.0, max_tokens=wanted, ignore_eos=True, detokenize=False)
+    if length not in params:
+        params[length] = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
     name = str(request.number)
     return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=params[wanted],
+        sampling_params=params[length],
         arrival_time=request.arrival,
         sequence_ids=[name],
         seeds=[request.number],
         stop_ids=[],
-        max_tokens=wanted,
+        max_tokens=length,
         priority=request.priority,
         tenant=request.tenant,
     )

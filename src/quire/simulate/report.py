@@ -108,23 +108,23 @@ def _goodput(
         return None
     kept = 0
     for record in good:
-        late = slo_ttft is not None and record.ttft is not None and record.ttft > slo_ttft
-        slow = slo_tpot is not None and record.tpot is not None and record.tpot > slo_tpot
-        kept += not late and not slow
+        misses_ttft = slo_ttft is not None and record.ttft is not None and record.ttft > slo_ttft
+        misses_tpot = slo_tpot is not None and record.tpot is not None and record.tpot > slo_tpot
+        kept += not misses_ttft and not misses_tpot
     return {"share": kept / max(total, 1), "rate": kept / duration}
 
 
 def _cache(log: RunLog) -> dict[str, float]:
-    """Return hit rates as shares of the prompt tokens asked for, by the tier that had them."""
+    """Return hit rates as shares of the prompt tokens looked up, by the tier that had them."""
     stats = log.stats
-    asked = max(stats.prefix_cache_queries, 1)
+    queries = max(stats.prefix_cache_queries, 1)
     below = stats.host_cache_hits + stats.disk_cache_hits
     return {
         "queried_tokens": stats.prefix_cache_queries,
-        "hit_rate": stats.prefix_cache_hits / asked,
-        "device_hit_rate": (stats.prefix_cache_hits - below) / asked,
-        "host_hit_rate": stats.host_cache_hits / asked,
-        "disk_hit_rate": stats.disk_cache_hits / asked,
+        "hit_rate": stats.prefix_cache_hits / queries,
+        "device_hit_rate": (stats.prefix_cache_hits - below) / queries,
+        "host_hit_rate": stats.host_cache_hits / queries,
+        "disk_hit_rate": stats.disk_cache_hits / queries,
     }
 
 

@@ -27,16 +27,16 @@ UNLIMITED = 2**62  # bytes
 
 
 class RunHasher(BlockHasher):
-    """Names blocks by Python's hash of their tokens: deterministic, and several times as fast as BLAKE2b.
+    """Hashes blocks by Python's hash of their tokens: deterministic, and several times as fast as BLAKE2b.
 
-    Names are 64 bits, in as many bytes as the engine's, and nobody attacks a simulation; a few million blocks agree by
-    chance with a probability of less than one in a million.
+    A simulation has no attackers. Of a few million hashes of 64 bits, padded to the engine's length, two are equal with
+    a probability of less than one in a million.
     """
 
     __slots__ = ()
 
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
-        """Return the name of the block after `parent`."""
+        """Return the hash of the block after `parent`."""
         # Hashes of bytes are salted by the process, hashes of integers are not.
         number = hash((int.from_bytes(parent, "little"), *token_ids))
         return number.to_bytes(DIGEST_BYTES, "little", signed=True)
@@ -93,7 +93,7 @@ def simulate(
 
     Args:
         info: of the model, see `long_enough`. memory: bytes for the KV cache, unless the options say how many.
-        observer: is told of every step.
+        observer: called for every step that has tokens.
     """
     clock = VirtualClock()
     cache = config.cache

@@ -1,10 +1,10 @@
 """Requests to replay: read from traces, or drawn from a distribution with a seed. Lengths and names only, no text.
 
-Two kinds of JSON lines are read, told apart by their keys:
+JSON lines of two formats are read, distinguished by their keys:
 
 - Mooncake (Qin et al. 2024): `timestamp` [ms], `input_length`, `output_length`, and `hash_ids`, which name the
   512-token blocks of the prompt; equal ids mean equal content.
-- ours: `arrival` [s], `prompt_tokens`, `output_tokens`, and, if wanted, `prefix` (a list of [name, tokens], the parts
+- ours: `arrival` [s], `prompt_tokens`, `output_tokens`, and optionally `prefix` (a list of [name, tokens], the parts
   the prompt begins with; prompts whose first parts agree share them), `priority` and `tenant`.
 """
 

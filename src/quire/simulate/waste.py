@@ -1,6 +1,6 @@
-"""What other ways of keeping keys and values would waste on the same run: the case for paging, in numbers.
+"""What other allocation schemes of KV slots would waste on the same run: the case for paging, in numbers.
 
-Four ways, for the sequences that run at the same time in a simulated replay (terms of Kwon et al. 2023, section 3.1):
+Four schemes, for the sequences that run at once in a simulated replay (terms of Kwon et al. 2023, section 3.1):
 
 - *contiguous*: one buffer of (max_num_seqs, max_model_len) slots; each sequence has a row to itself.
 - *power of two*: each sequence has one piece of as many slots as the next power of two above its final length, from
@@ -24,12 +24,12 @@ from quire.simulate.contents import StepContents
 from quire.simulate.trace import TraceRequest
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 
-WAYS = ("contiguous", "power of two", "paged", "paged, shared")
+SCHEMES = ("contiguous", "power of two", "paged", "paged, shared")
 
 
 @dataclass(slots=True)
 class Slots:
-    """Slots summed over time [slot * s], and `peak`: the most that were ever held."""
+    """Slots summed over time [slot * s], and `peak`: the most that were ever allocated."""
 
     used: float = 0.0
     reserved: float = 0.0
@@ -47,25 +47,25 @@ class Slots:
 
     @property
     def total(self) -> float:
-        """All that was held."""
+        """All slots, used or not."""
         return self.used + self.reserved + self.internal + self.external
 
 
-class Buddies:
+class BuddyAllocator:
     """Addresses from a memory that is as large as it needs to be: pieces of powers of two, lowest address first."""
 
     def __init__(self) -> None:
         self._free: dict[int, set[int]] = {}
-        self._held: dict[str, tuple[int, int]] = {}
+        self._pieces: dict[str, tuple[int, int]] = {}
         self._size = 0
 
     @property
     def extent(self) -> int:
-        """One more than the highest address held."""
-        return max((start + size for start, size in self._held.values()), default=0)
+        """One more than the highest address allocated."""
+        return max((start + size for start, size in self._pieces.values()), default=0)
 
-    def take(self, name: str, size: int) -> None:
-        """Give `name` a piece of `size`, a power of two."""
+    def allocate(self, name: str, size: int) -> None:
+        """Allocate a piece of `size`, a power of two, for `name`."""
         while True:
             fitting = [have for have, starts in self._free.items() if have >= size and starts]
             if fitting:
@@ -77,11 +77,11 @@ class Buddies:
         while have > size:
             have //= 2
             self._free.setdefault(have, set()).add(start + have)
-        self._held[name] = (start, size)
+        self._pieces[name] = (start, size)
 
-    def give_back(self, name: str) -> None:
-        """Take the piece back, and join it with its buddy as long as that is free."""
-        start, size = self._held.pop(name)
+    def free(self, name: str) -> None:
+        """Free the piece, and join it with its buddy as long as that is free."""
+        start, size = self._pieces.pop(name)
         while size < self._size:
             buddy = start ^ size
             starts = self._free.get(size, set())
@@ -108,17 +108,17 @@ class Buddies:
 
 @dataclass(slots=True)
 class WasteMeter:
-    """An observer of a simulated run that keeps the books of all ways side by side.
+    """An observer of a simulated run that accounts for all schemes side by side.
 
     Args:
         requests: of the run. `begin` must be called before the first step.
 
     Attributes:
-        slots: books by way. max_paged_waste: most slots that a sequence held in blocks beyond its tokens.
+        slots: by scheme. max_paged_waste: most slots that a sequence had in blocks beyond its tokens.
     """
 
     requests: Sequence[TraceRequest]
-    slots: dict[str, Slots] = field(default_factory=lambda: {way: Slots() for way in WAYS})
+    slots: dict[str, Slots] = field(default_factory=lambda: {scheme: Slots() for scheme in SCHEMES})
     max_paged_waste: int = 0
     block_size: int = 0
     max_model_len: int = 0
@@ -127,25 +127,25 @@ class WasteMeter:
     _held: dict[str, int] = field(default_factory=dict)
     _tables: dict[str, list[int]] = field(default_factory=dict)
     _owners: Counter[int] = field(default_factory=Counter)
-    _buddies: Buddies = field(default_factory=Buddies)
+    _buddies: BuddyAllocator = field(default_factory=BuddyAllocator)
 
     def begin(self, block_size: int, max_model_len: int, max_num_seqs: int) -> None:
-        """Learn the sizes that the engine has settled on."""
+        """Set the sizes that the engine has chosen."""
         self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
         self._finals = {
             str(request.number): min(request.num_tokens - 1, self.max_model_len - 1) for request in self.requests
         }
 
     def __call__(self, step: SchedulerOutput, contents: StepContents, seconds: float) -> None:
-        """Take in a step that lasted `seconds`: its sequences hold their slots for as long."""
+        """Add a step that lasted `seconds`: its sequences have their slots for as long."""
         for name in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
             if self._held.pop(name, None) is not None:
                 self._drop(self._tables.pop(name))
-                self._buddies.give_back(name)
+                self._buddies.free(name)
         for new in step.new_sequences:
             self._tables[new.sequence_id] = list(new.block_ids[0])
             self._owners.update(new.block_ids[0])
-            self._buddies.take(new.sequence_id, _power_of_two(self._finals[new.sequence_id]))
+            self._buddies.allocate(new.sequence_id, _power_of_two(self._finals[new.sequence_id]))
         going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
         for data in going:
             self._held[data.sequence_id] = data.num_computed_tokens + step.num_scheduled_tokens.get(data.sequence_id, 0)
@@ -192,12 +192,12 @@ def _power_of_two(count: int) -> int:
 
 
 def waste_report(slots: Mapping[str, Slots]) -> dict[str, dict[str, float]]:
-    """Return for each way its shares of the slot-seconds held, the most slots, and how often as many as paged."""
+    """Return for each scheme its shares of the slot-seconds, its peak of slots, and its slots relative to paging."""
     paged = slots["paged"].total or 1.0
     report = {}
-    for way, found in slots.items():
+    for scheme, found in slots.items():
         total = found.total or 1.0
-        report[way] = {
+        report[scheme] = {
             "used": found.used / total,
             "reserved": found.reserved / total,
             "internal": found.internal / total,
@@ -213,7 +213,7 @@ def waste_table(report: Mapping[str, Mapping[str, float]]) -> str:
     names = ("used", "reserved", "internal", "external")
     lines = [f"  {'share of KV slots over time':<28}" + "".join(f"{name:>10}" for name in names)]
     lines[0] += f"{'x paged':>10}{'most slots':>14}"
-    for way, found in report.items():
+    for scheme, found in report.items():
         cells = "".join(f"{found[name]:>10.2%}" for name in names)
-        lines.append(f"  {way:<28}{cells}{found['against_paged']:>10.2f}{int(found['peak_slots']):>14,}")
+        lines.append(f"  {scheme:<28}{cells}{found['against_paged']:>10.2f}{int(found['peak_slots']):>14,}")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""From what a request wants its text to look like to a grammar; masks are made of it in `sampling`."""
+"""Compiles structured output options to grammars for llguidance; `sampling` makes token bitmasks of them."""

@@ -1,4 +1,4 @@
-"""`GrammarBuilder`: builds one grammar, in the Lark dialect of llguidance, from parts that do not know each other.
+"""`GrammarBuilder`: builds one grammar, in the Lark dialect of llguidance, from independent parts.
 
 JSON schemas, tool-call formats and structural tags all write their rules into one builder. Rules for free text, up to
 a marker or without one, are here as well.
@@ -16,11 +16,11 @@ MAX_GRAMMAR_CHARS = 1 << 20
 
 
 class GrammarBuilder:
-    """Collects rules and terminals under names of its own.
+    """Collects rules and terminals, and names them.
 
     Args:
-        special_tokens: texts and ids of the tokens that the tokenizer calls special: no text can match those, so
-            `marker` names them by id. Markers that are not among them are ordinary text.
+        special_tokens: texts and ids of the tokenizer's special tokens. They match no text, so `marker` names them by
+            id. Markers that are not among them are ordinary text.
     """
 
     def __init__(self, special_tokens: Mapping[str, int] | None = None) -> None:
@@ -50,7 +50,7 @@ class GrammarBuilder:
         self._append(f"{name}{head}: {body}")
 
     def marker(self, text: str) -> str:
-        """Return what stands for `text` in a rule: a special token by its id, or a literal."""
+        """Return the symbol of `text` in a rule: a special token by its id, or a literal."""
         token_id = self.special_tokens.get(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
@@ -84,7 +84,7 @@ def literal(text: str) -> str:
 
 
 def _clean(hint: str) -> str:
-    # Rule names of Lark begin with a letter; anything a caller may have written into a schema must not get in.
+    # Rule names of Lark begin with a letter; the hint may be a text of the client's.
     cleaned = re.sub(r"[^a-z]", "_", hint.lower()).strip("_")[:24]
     return cleaned or "r"
 
@@ -100,7 +100,7 @@ def add_text_without(builder: GrammarBuilder, markers: Sequence[str] = ()) -> st
     spelled = [marker for marker in markers if marker not in builder.special_tokens]
     if not spelled:
         return builder.terminal(ANY, "text")
-    # One complement of all of them: the library's lexer pays for each.
+    # One complement of all of them, because each costs the lexer states.
     return builder.terminal(f"{ANY} & ~({ANY} ({' | '.join(map(literal, spelled))}) {ANY})", "text")
 
 
@@ -109,8 +109,8 @@ def add_text_until(builder: GrammarBuilder, markers: Sequence[str], without: Seq
 
     None of `markers` may be empty. `without`: further markers that must not occur before it.
 
-    The library's lexer takes the longest match, so that text would swallow the beginning of a spelled-out marker; a
-    lazy lexeme that has the marker at its end does not.
+    The lexer takes the longest match, so that text would include the beginning of a spelled-out marker; a lazy lexeme
+    that ends with the marker does not.
     """
     spelled = [marker for marker in markers if marker not in builder.special_tokens]
     special = [marker for marker in markers if marker in builder.special_tokens]

@@ -1,4 +1,4 @@
-"""From `StructuredOutputParams` to a grammar: which part of this room compiles what."""
+"""`compile_structured_output`: from `StructuredOutputParams`, of any kind, to a grammar that was tried out."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ USUAL = b"aeinorst0123456789" * 8
 
 
 def compile_structured_output(params: StructuredOutputParams, special_tokens: Mapping[str, int] | None = None) -> str:
-    """Return the grammar of texts in this form, as Lark that llguidance accepts.
+    """Return the grammar of these options, as Lark that llguidance accepts.
 
     Raises:
-        RequestError: the form is malformed, unsupported or too complex; the message says which part.
+        RequestError: they are malformed, unsupported or too complex; the message says which part.
     """
     builder = GrammarBuilder(special_tokens)
     return checked(builder.lark(add_structured_output(builder, params)))
@@ -53,22 +53,22 @@ def checked(grammar: str) -> str:
 
 
 def _walk(grammar: str) -> str:
-    """Write a few texts of the grammar at random; return what went wrong, or nothing.
+    """Generate a few texts of the grammar at random; return the error, or nothing.
 
-    States of lexer and parser are made when they are first met, so a grammar that needs too many shows it here, not
-    in the middle of an answer.
+    States of lexer and parser are created when they are first reached, so a grammar that needs too many fails here
+    rather than in the middle of a response.
     """
     import llguidance
 
     draw = random.Random(0)
     start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
     if start.is_error():
-        return ""  # it names special tokens, which a tokenizer of bytes has not; the engine knows them
+        return ""  # it names special tokens, which a tokenizer of bytes does not have; the engine's has them
     for _ in range(WALKS):
         matcher = start.deep_copy()
         for _ in range(WALK_BYTES):
             mask = int.from_bytes(matcher.compute_bitmask(), "little")
-            # Letters and digits often, so that repetitions are gone into and texts do not end at once.
+            # Letters and digits are drawn often, so that repetitions are entered and texts do not end at once.
             allowed = [byte for byte in (*USUAL, *range(256)) if mask >> byte & 1]
             if matcher.is_error() or not allowed:
                 break
@@ -79,7 +79,7 @@ def _walk(grammar: str) -> str:
 
 
 def add_structured_output(builder: GrammarBuilder, params: StructuredOutputParams) -> str:
-    """Add what `params` asks for; return the name of its rule or terminal. Raises as `compile_structured_output`."""
+    """Add the rules of `params`; return the name of the first rule or terminal. Raises as above."""
     options = json_options(params)
     if params.json is not None:
         return _add_json(builder, params.json, options)
@@ -96,7 +96,7 @@ def add_structured_output(builder: GrammarBuilder, params: StructuredOutputParam
 
 
 def json_options(params: StructuredOutputParams) -> JsonOptions:
-    """Return how JSON is to be written."""
+    """Return the JSON conventions that `params` sets."""
     whitespace = "flexible"
     if params.whitespace_pattern is not None:
         whitespace = _checked_blanks(params.whitespace_pattern)
@@ -108,7 +108,7 @@ def json_options(params: StructuredOutputParams) -> JsonOptions:
 
 
 def _checked_blanks(pattern: str) -> str:
-    """Return the same pattern in characters that may stand in a regex of Lark; blanks have no slash."""
+    """Return the pattern in characters that a regex of Lark may have; blanks have no slash."""
     param = "structured_outputs.whitespace_pattern"
     add_regex(GrammarBuilder(), pattern, param=param)
     if "/" in pattern:

@@ -1,8 +1,8 @@
-"""Grammars and regexes that callers bring, and what one grammar may cost.
+"""Grammars and regexes of clients, and the limits of every grammar.
 
 Grammars are Lark as llguidance reads it, or GBNF/EBNF, which is converted; their rules keep their names. Regexes have
 the syntax of Rust's `regex` crate: Python's without look-around and backreferences, with \\d for [0-9]. A regex
-matches the whole text, so anchors at both ends change nothing, and laziness means nothing.
+matches the whole text, so anchors at both ends and laziness have no effect.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ STEP_MAX_ITEMS = 50_000
 MAX_GRAMMAR_SYMBOLS = 500_000
 
 MOST_ERROR_CHARS = 500
-GRAMMAR_FAILED = "structured output failed: "  # how errors begin that tell of a grammar in the engine
-_TOO_MUCH = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
+GRAMMAR_FAILED = "structured output failed: "  # begins the message of an error of a grammar in the engine
+_LIMIT_WORDS = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    """Return the bounds within which a grammar is compiled and followed; who exceeds them fails alone."""
+    """Return the limits for compiling and following a grammar; a request that exceeds them fails alone."""
     import llguidance  # here, so that a front end that compiles nothing does not load it
 
     return llguidance.LLParserLimits(
@@ -50,7 +50,7 @@ def parser_limits() -> llguidance.LLParserLimits:
 
 
 def first_line(error: str) -> str:
-    """Return what llguidance says in one line, in words that mean something without its source at hand."""
+    """Return the first line of an error of llguidance, reworded where only its source explains it."""
     line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
     if line == "NoExtensionBias":
         return "no text satisfies the grammar"
@@ -60,9 +60,9 @@ def first_line(error: str) -> str:
 
 
 def error_code(problem: str) -> str:
-    """Return the code of an error that is explained by what llguidance says: too complex, or not sound."""
+    """Return the code of an error of llguidance: "grammar_too_complex" or "invalid_grammar"."""
     said = problem.lower()
-    return "grammar_too_complex" if any(words in said for words in _TOO_MUCH) else "invalid_grammar"
+    return "grammar_too_complex" if any(words in said for words in _LIMIT_WORDS) else "invalid_grammar"
 
 
 def problem_of(grammar: str) -> str:
@@ -83,7 +83,7 @@ def check_length(length: int, most: int, param: str) -> None:
         raise _refused(param, f" may have at most {most} characters, got {length}", "grammar_too_complex")
 
 
-# Attributes in the head of a rule which llguidance reads and this engine does nothing about.
+# Attributes of a rule that llguidance accepts and this engine ignores.
 _WITHOUT_EFFECT = re.compile(
     r"^[ \t]*[!?]*\w+(?:::\w+)?\[[^\]\n]*?\b(temperature|capture|stop_capture)\b", re.MULTILINE
 )
@@ -142,7 +142,7 @@ def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured
 
 
 def _regex_error(pattern: str, message: str, param: str) -> RequestError:
-    """Say in one line what the library says in several, with a caret below the place."""
+    """Return the error in one line; llguidance takes several, with a caret below the position."""
     lines = message.splitlines()
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = reasons[0] if reasons else lines[0].split("(in regex): ")[-1]

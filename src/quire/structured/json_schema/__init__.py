@@ -1,1 +1,1 @@
-"""From a JSON schema to rules of a grammar that match exactly its instances, or a refusal that names the part."""
+"""Compiles a JSON schema to grammar rules that match exactly its instances, or refuses it and names the part."""

@@ -210,12 +210,12 @@ class Containing:
         return self._elements[index, state]
 
     def _room_for(self, state: State) -> str:
-        """Return the condition that enough elements may follow to bring a state to what is wanted."""
+        """Return the condition that enough elements may still follow to reach all minima."""
         missing = max(max(least - number, 0) for number, (_, least, _) in zip(state, self.contains))
         return f" %if le({self.count}, {self.most - missing})" if self.most is not None and missing else ""
 
     def _demand(self, base: All, state: State, fitting: tuple[bool, ...]) -> All | None:
-        """Return the demand on an element that fulfils the demands named by `fitting`; None if that is of no use."""
+        """Return the demand on an element that fulfils exactly the demands in `fitting`; None if no array needs it."""
         demand = base
         for number, limit, fits, (wanted, _, high) in zip(state, self.limits, fitting, self.contains):
             if fits and number == limit:
@@ -244,7 +244,7 @@ class Containing:
         return self._rules[index, state]
 
     def _goes_on(self, index: int, state: State) -> bool:
-        """Tell whether there may be an element at `index`."""
+        """Return whether there may be an element at `index`."""
         if self._full(index) or self._over(index):
             return False
         key = (index, state)

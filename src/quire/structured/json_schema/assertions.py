@@ -1,6 +1,6 @@
-"""Keywords that look at one value alone: what each allows, and what its negation allows.
+"""Assertion keywords of JSON Schema: the values that each allows, and those that its negation allows.
 
-Keywords that combine schemas are in `expand`.
+Keywords that combine subschemas (applicators) are in `expand`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ from quire.structured.json_schema.shapes import (
 
 @dataclass(frozen=True)
 class Assertion:
-    """One demand of a schema: the form of what fulfils it, and of what does not. Both may raise `SchemaError`."""
+    """One assertion of a schema: the form of the values that fulfil it, and of the others. Both may raise
+    `SchemaError`.
+    """
 
     holds: Callable[[], Form]
     fails: Callable[[], Form]
@@ -69,7 +71,7 @@ def fixed(holds: Form, fails: Form) -> Assertion:
 
 
 def refusal(pointer: str, message: str) -> Callable[[], Form]:
-    """Return what raises that this part is not supported."""
+    """Return a function that raises that this part is not supported."""
 
     def refuse() -> Form:
         raise unsupported(pointer, message)
@@ -124,7 +126,7 @@ def multiple_assertion(value: int | float, pointer: str) -> Assertion:
 
 
 def check_least(least: int, pointer: str) -> None:
-    """Raise where more is demanded than a grammar should count."""
+    """Raise where a minimum is larger than a grammar should count."""
     if least > MAX_MIN:
         raise too_complex(pointer, f"{least} exceeds {MAX_MIN}")
 

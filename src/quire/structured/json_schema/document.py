@@ -60,7 +60,7 @@ def draft_of(address: str) -> int | None:
 
 
 def knows(draft: int, keyword: str) -> bool:
-    """Tell whether `keyword` is more than an annotation in `draft`."""
+    """Return whether `keyword` is more than an annotation in `draft`."""
     if keyword == "$recursiveRef":
         return draft == 2019
     return draft >= _SINCE.get(keyword, 0)
@@ -70,7 +70,7 @@ Check = Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether `value` is a number of JSON."""
+    """Return whether `value` is a number of JSON."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

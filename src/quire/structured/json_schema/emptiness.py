@@ -1,5 +1,7 @@
-"""Whether a schema has instances at all, as far as that is plain: it tells which branches of a oneOf exclude each
-other, which properties cannot be there, and keeps models out of parts that could never end.
+"""Whether a schema is known to have no instances.
+
+The answer decides which branches of a oneOf exclude each other and which properties cannot be present, and keeps
+generation out of parts that could never end.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def string_language(shape: StringShape) -> Lang:
 
 
 def _some_number(shape: NumberShape) -> bool:
-    """Tell whether one of the numbers that are tried first is in the shape."""
+    """Return whether one of the numbers that are tried first is in the shape."""
     ends = [bound[0] for bound in (shape.low, shape.high) if bound is not None] or [0]
     tries = [end + more for end in ends if abs(end) < 1e15 for more in (0, 1, -1, 0.5, -0.5, 0.25)]
     return shape.values is not None or any(fits(shape, value) for value in tries)
@@ -85,7 +87,7 @@ class Emptiness:
         expander.is_empty = self.of_shape
 
     def of_demand(self, demand: All, pointer: str) -> bool:
-        """Tell whether it is plain that no value fulfils `demand`."""
+        """Return whether it is known that no value fulfils `demand`."""
         if demand in (EVERYTHING, NOTHING):
             return demand == NOTHING
         known = self._demands.get(demand)
@@ -111,14 +113,14 @@ class Emptiness:
         return result
 
     def of_language(self, language: Lang, pointer: str) -> bool:
-        """Tell whether it is plain that the language has no texts."""
+        """Return whether it is known that the language has no texts."""
         if language not in self._languages:
             budget = self.expander.budget
             self._languages[language] = regular.is_empty(language, lambda parts: budget.spend(1 + parts // 25, pointer))
         return self._languages[language]
 
     def of_shape(self, shape: Shape, pointer: str) -> bool:
-        """Tell whether it is plain that the shape has no values."""
+        """Return whether it is known that the shape has no values."""
         self.expander.budget.spend(1, pointer)
         if isinstance(shape, NumberShape):
             listed = listed_values(shape)

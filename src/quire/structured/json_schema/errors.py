@@ -30,7 +30,7 @@ def unsupported(pointer: str, message: str) -> SchemaError:
 
 
 def too_complex(pointer: str, message: str) -> SchemaError:
-    """Return the error for something beyond the limits of `limits`."""
+    """Return the error for something beyond the limits below."""
     return SchemaError(pointer, message, code="grammar_too_complex")
 
 
@@ -65,7 +65,7 @@ class Budget:
         self.left = steps
 
     def spend(self, steps: int, pointer: str) -> None:
-        """Take `steps` off; `pointer` is where in the schema they were needed."""
+        """Subtract `steps`; `pointer` is the part of the schema that they were for."""
         self.left -= steps
         if self.left < 0:
             raise too_complex(pointer, "its parts combine in too many ways")

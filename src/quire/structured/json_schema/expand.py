@@ -1,5 +1,5 @@
-"""From a schema to the form of its instances: combines keywords, and takes allOf, anyOf, oneOf, not, if and references
-apart. Subschemas of arrays and objects are not entered.
+"""From a schema to the normal form of its instances: combines assertions, and resolves allOf, anyOf, oneOf, not, if and
+references. Subschemas of elements and properties are not entered.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 
 class SelfReference(SchemaError):
-    """The form of a node was asked for while it is being found out."""
+    """The form of a node depends on itself."""
 
 
 class Expander:
-    """Forms of the nodes of one document, each found out once."""
+    """Computes the forms of the nodes of one document, each once."""
 
     def __init__(self, document: Document, budget: Budget) -> None:
         self.document = document
@@ -299,7 +299,7 @@ class Expander:
         return result
 
     def overlap(self, first: Form, second: Form, pointer: str) -> bool:
-        """Tell whether two forms may have a value in common."""
+        """Return whether two forms may have a value in common."""
         both = self.meet(first, second, pointer)
         return any(not self.is_empty(shape, pointer) for shapes in both.values() for shape in shapes)
 

@@ -1,9 +1,9 @@
-"""Which formats are enforced, and as which languages.
+"""Which values of `format` are enforced, and as which regular languages.
 
-To one reader of JSON Schema `format` is a note, to another a demand. Strings written here please both: where a schema
-says `"type": "string"` beside a known format, strings are of that format; of what validators disagree about, most is
-left out (quoted mail names, encoded Unicode in host names, leap seconds elsewhere than in UTC). Without that type the
-two readings cannot be told apart, so the schema is refused; formats that nobody defines are notes.
+Some validators take `format` as an annotation, others as an assertion. Generated strings satisfy both: where a schema
+has `"type": "string"` beside a known format, strings have that format, without most of what validators disagree about
+(quoted mail names, encoded Unicode in host names, leap seconds elsewhere than in UTC). Without that type the two
+readings allow different values, so the schema is refused. Formats that no draft defines are annotations.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _language(name: str) -> Lang:
 
 
 def format_language(schema: dict[str, Any], pointer: str) -> Lang | None:
-    """Return the strings of the schema's format, or None where it demands nothing."""
+    """Return the strings of the schema's format, or None where it is an annotation."""
     name, kind = schema["format"], schema.get("type")
     if name not in _PATTERNS and name not in _REFUSED:
         return None

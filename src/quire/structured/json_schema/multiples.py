@@ -74,7 +74,7 @@ def listed_values(shape: NumberShape) -> tuple[int, ...] | None:
 
 
 def has_none(shape: NumberShape) -> bool:
-    """Tell whether it is plain that no multiple lies between the bounds of `shape`."""
+    """Return whether it is known that no multiple lies between the bounds of `shape`."""
     wanted = [exact(value) for value, wanted in shape.multiples if wanted]
     size = math.lcm(*(part.numerator for part in wanted))
     if wanted and any(size % part.numerator == 0 for part in _refused_sizes(shape)):

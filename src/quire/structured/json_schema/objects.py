@@ -164,7 +164,7 @@ class _Counting:
 
 
 class _Members:
-    """What both orders share: which names must be there, how to count, and how to write one member."""
+    """Base of both orders: the names that must be there, how members are counted, and how one is written."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _AnyOrder(_Members):
         if len(steps) <= 1:
             return f"{name} {value} {self.more}::{steps[0] if steps else '_'}"
         if len(steps) > 2:
-            raise too_complex(self.pointer, "too much to keep in mind about one property")
+            raise too_complex(self.pointer, "too many conditions that one property fulfils")
         rest = self.builder.declare("rest")
         self.builder.define(rest, f"{value} {self.more}::{steps[1]} %if ge([0:1], 0)", "::_")
         return f"{name} {rest}::{steps[0]}"

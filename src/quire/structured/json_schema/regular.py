@@ -130,7 +130,7 @@ def chars(allowed: str) -> Lang:
 
 @lru_cache(maxsize=1 << 14)
 def nullable(lang: Lang) -> bool:
-    """Tell whether `lang` has the empty text."""
+    """Return whether `lang` has the empty text."""
     kind = lang[0]
     if kind in ("cat", "and"):
         return all(nullable(part) for part in lang[1])
@@ -208,7 +208,7 @@ def weight(lang: Lang, most: int) -> int:
 
 
 def matches(lang: Lang, value: str) -> bool:
-    """Tell whether `value` is in `lang`; raises `TooLargeError`."""
+    """Return whether `value` is in `lang`; raises `TooLargeError`."""
     left = _MOST_WORK
     for char in value:
         if lang in (EMPTY, ALL):
@@ -224,7 +224,7 @@ _MOST_WORK = 300_000
 
 
 def is_empty(lang: Lang, spend: Callable[[int], None], most: int = 60_000) -> bool:
-    """Tell whether `lang` is known to have no text; False, too, where work on `most` parts does not tell.
+    """Return whether `lang` is known to have no text; False, too, where work on `most` parts does not tell.
 
     `spend` is told of every derivative on how many parts it works.
     """

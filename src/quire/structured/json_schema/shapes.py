@@ -1,7 +1,7 @@
-"""What a schema says about the values of one type, ready to be combined, and normal forms made of that.
+"""Shapes: sets of values of one JSON type, and disjunctive normal forms of them.
 
-A `Form` maps each type to alternatives; a value is an instance if one alternative of its type holds. Subschemas of
-arrays and objects stay as they are: an `All` names nodes of the document, each meant or negated, that must all hold.
+A `Form` maps each type to alternative shapes; a value is an instance if it is in one of its type. Subschemas of arrays
+and objects stay as they are: an `All` is a conjunction of nodes of the document, each of them possibly negated.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _fewer(first: int | None, second: int | None) -> int | None:
 
 
 def combine(first: Shape, second: Shape) -> Shape | None:
-    """Return the shape of what is in both, which are of one type; None if there plainly is nothing."""
+    """Return the shape of what is in both, which are of one type; None if there is obviously nothing."""
     if first == second:
         return first
     if isinstance(first, BooleanShape) and isinstance(second, BooleanShape):
@@ -236,7 +236,7 @@ def _combine_numbers(first: NumberShape, second: NumberShape) -> NumberShape | N
 
 
 def fits(shape: NumberShape, value: int | float) -> bool:
-    """Tell whether the number is in the shape, `values` aside."""
+    """Return whether the number is in the shape, `values` aside."""
     number = exact(value)
     if shape.whole is not None and (number.denominator == 1) != shape.whole:
         return False
@@ -267,7 +267,7 @@ def _combine_strings(first: StringShape, second: StringShape) -> StringShape | N
 
 
 def unite(*forms: Form) -> Form:
-    """Return the union of `forms`; what is covered by another alternative is left out where that is plain."""
+    """Return the union of `forms`; what is covered by another alternative is left out where that is obvious."""
     result: dict[str, tuple[Shape, ...]] = {}
     for kind, top in TOP.items():
         shapes = list(dict.fromkeys(shape for form in forms for shape in form.get(kind, ())))
