@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.experts import FloatExperts, few_pairs
+from quire.kernels.gpu.experts import PackedExperts, few_pairs
+from quire.kernels.gpu.linear_weights import GPULinear
 
 TURNS = 8
 TOKENS = (1, 4, 16, 64, 256, 2048, 8192)
@@ -53,14 +54,15 @@ def cases(backend: GPUBackend, scale: int = 1) -> Iterator[Case]:
         yield route(backend, max(1, tokens // scale))
 
 
-def new_experts(backend: GPUBackend, shape: Shape) -> FloatExperts:
+def new_experts(backend: GPUBackend, shape: Shape) -> PackedExperts:
     """Return a layer's experts, random."""
 
-    def stack(*sizes: int) -> torch.Tensor:
-        made = torch.empty((shape.number, *sizes), dtype=backend.act, device=backend.device)
-        return made.normal_(std=0.02) if backend.device.type == "cuda" else made.zero_()
+    def stack(outputs: int, inputs: int) -> GPULinear:
+        made = torch.empty((shape.number, outputs, inputs), dtype=backend.act, device=backend.device)
+        made = made.normal_(std=0.02) if backend.device.type == "cuda" else made.zero_()
+        return GPULinear("float", made, outputs, inputs, inputs)
 
-    return FloatExperts(stack(2 * shape.inner, shape.hidden), stack(shape.hidden, shape.inner), None, None)
+    return PackedExperts(stack(2 * shape.inner, shape.hidden), stack(shape.hidden, shape.inner))
 
 
 def draw_ids(shape: Shape, tokens: int, device: torch.device) -> list[torch.Tensor]:
@@ -90,7 +92,7 @@ def _candidates(rows: bool) -> list[dict[str, int]]:
     ]
 
 
-def experts(backend: GPUBackend, shape: Shape, packed: FloatExperts, tokens: int) -> Case:
+def experts(backend: GPUBackend, shape: Shape, packed: PackedExperts, tokens: int) -> Case:
     """Return `experts` of so many tokens."""
     ids = draw_ids(shape, tokens, backend.device)
     weights = torch.rand((tokens, shape.top_k), device=backend.device)
@@ -113,7 +115,7 @@ def experts(backend: GPUBackend, shape: Shape, packed: FloatExperts, tokens: int
     )
 
 
-def _grouped(x: torch.Tensor, ids: list[torch.Tensor], packed: FloatExperts, shape: Shape) -> dict[str, Run]:
+def _grouped(x: torch.Tensor, ids: list[torch.Tensor], packed: PackedExperts, shape: Shape) -> dict[str, Run]:
     """Return torch's own grouped products of rows that are sorted already, where it has them."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return {}
@@ -125,8 +127,8 @@ def _grouped(x: torch.Tensor, ids: list[torch.Tensor], packed: FloatExperts, sha
 
     def run(turn: int) -> torch.Tensor:
         rows, ends = sorted_rows[turn % TURNS]
-        gate, up = torch._grouped_mm(rows, packed.w_in.mT, offs=ends).chunk(2, dim=-1)
-        return torch._grouped_mm(F.silu(gate) * up, packed.w_out.mT, offs=ends)
+        gate, up = torch._grouped_mm(rows, packed.first.data.mT, offs=ends).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, packed.last.data.mT, offs=ends)
 
     return {"grouped_mm, sorted": run}
 

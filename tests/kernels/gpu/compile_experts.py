@@ -6,8 +6,7 @@ import torch
 
 from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.experts import FloatExperts
-from quire.kernels.gpu.experts_coded import CodedExperts
+from quire.kernels.gpu.experts import PackedExperts
 from quire.kernels.gpu.linear_weights import GPULinear
 
 QWEN = RoutingParams(128, 8, renormalize=True)  # Qwen3-30B-A3B
@@ -25,14 +24,18 @@ FORMS = {
 }
 
 
-def floats(backend: GPUBackend, number: int, hidden: int, inner: int, biased: bool) -> FloatExperts:
+def floats(backend: GPUBackend, number: int, hidden: int, inner: int, biased: bool) -> PackedExperts:
     """Return experts whose memory is that of one: nothing reads it here."""
 
     def stack(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((1, *shape), dtype=dtype).expand(number, *shape)
 
     biases = [stack(n, dtype=torch.float32) if biased else None for n in (2 * inner, hidden)]
-    return FloatExperts(stack(2 * inner, hidden, dtype=backend.act), stack(hidden, inner, dtype=backend.act), *biases)
+
+    def weight(outputs: int, inputs: int, bias: torch.Tensor | None) -> GPULinear:
+        return GPULinear("float", stack(outputs, inputs, dtype=backend.act), outputs, inputs, inputs, bias=bias)
+
+    return PackedExperts(weight(2 * inner, hidden, biases[0]), weight(hidden, inner, biases[1]))
 
 
 def choose() -> None:
@@ -60,7 +63,7 @@ def launch(capability: tuple[int, int] = (9, 0)) -> None:
         backend.experts(torch.empty(tokens, 2880, dtype=backend.act), ids, weights, packed, "swiglu_oai")
 
 
-def coded(backend: GPUBackend, number: int, hidden: int, inner: int, form: str) -> CodedExperts:
+def coded(backend: GPUBackend, number: int, hidden: int, inner: int, form: str) -> PackedExperts:
     """Return quantized experts whose memory is that of one."""
 
     def weight(outputs: int, inputs: int, gated: bool) -> GPULinear:
@@ -78,7 +81,7 @@ def coded(backend: GPUBackend, number: int, hidden: int, inner: int, form: str) 
             table=stack(16, dtype=torch.float32) if kind == "table" else None,
         )  # fmt: skip
 
-    return CodedExperts(weight(2 * inner, hidden, True), weight(hidden, inner, False))
+    return PackedExperts(weight(2 * inner, hidden, True), weight(hidden, inner, False))
 
 
 def launch_coded(capability: tuple[int, int] = (9, 0)) -> None:

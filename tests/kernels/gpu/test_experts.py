@@ -139,7 +139,7 @@ def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
     x, _, weights = (array.to(DEVICE) for array in draw(6, tokens, 6, 2, 24))
     ids = torch.tensor([[4, 1]] * tokens, device=DEVICE)
     before = gpu.experts(x, ids, weights, packed, "silu")
-    for array in (packed.w_in, packed.w_out, packed.bias_in, packed.bias_out):
+    for array in (packed.first.data, packed.last.data, packed.first.bias, packed.last.bias):
         assert array is not None
         array[[0, 2, 3, 5]] = torch.nan
     torch.testing.assert_close(gpu.experts(x, ids, weights, packed, "silu"), before, rtol=0, atol=0)
@@ -167,9 +167,9 @@ def test_experts_are_packed_one_by_one_from_any_float(dtype: str) -> None:
         packed = gpu.pack_experts(given)
         for number, expert in enumerate(plain):
             parts = [expert.gate, expert.up, expert.down, expert.gate_bias, expert.up_bias, expert.down_bias]
-            own = [*packed.w_in[number].chunk(2), packed.w_out[number]]
-            assert packed.bias_in is not None and packed.bias_out is not None
-            own += [*packed.bias_in[number].chunk(2), packed.bias_out[number]]
+            own = [*packed.first.data[number].chunk(2), packed.last.data[number]]
+            assert packed.first.bias is not None and packed.last.bias is not None
+            own += [*packed.first.bias[number].chunk(2), packed.last.bias[number]]
             for part, made in zip(parts, own, strict=True):
                 assert part is not None
                 np.testing.assert_array_equal(made.cpu().numpy(), part.to_float32())

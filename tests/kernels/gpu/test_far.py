@@ -18,7 +18,8 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
-from quire.kernels.gpu.experts import FloatExperts
+from quire.kernels.gpu.experts import PackedExperts
+from quire.kernels.gpu.linear_weights import GPULinear
 from quire.kernels.lora import LoRAChange, LoRARows
 from tests.kernels.gpu.common import DEVICE
 from tests.kernels.scenes import host, normal
@@ -88,9 +89,14 @@ def lora(backend: GPUBackend, x: torch.Tensor) -> torch.Tensor:
     return changed(lambda x: backend.lora(x[:, :32], x[:, 32:], slots, rows), x)
 
 
+def packed_experts(w_in: torch.Tensor, w_out: torch.Tensor) -> PackedExperts:
+    """Experts of these matrices, [E, 2I, H] and [E, H, I]."""
+    return PackedExperts(*(GPULinear("float", w, w.shape[1], w.shape[2], w.shape[2]) for w in (w_in, w_out)))
+
+
 def experts(backend: GPUBackend, x: torch.Tensor, number: int) -> torch.Tensor:
     w_in, w_out = vector(number * 32 * WIDTH), vector(number * 16 * WIDTH, 2)
-    packed = FloatExperts(w_in.half().view(number, 32, WIDTH), w_out.half().view(number, WIDTH, 16), None, None)
+    packed = packed_experts(w_in.half().view(number, 32, WIDTH), w_out.half().view(number, WIDTH, 16))
     ids = torch.tensor([[0], [2], [1]], device=DEVICE)
     return backend.experts(x, ids, torch.ones((3, 1), device=DEVICE), packed, "silu")
 
@@ -234,7 +240,7 @@ def test_experts_may_be_far_away() -> None:
         w_in, w_out = memory(base + 2, 32, WIDTH), memory(base + 2, WIDTH, 16)
         w_in[base:], w_out[base:] = vector(w_in[:2].numel()).view(2, 32, WIDTH), vector(2048, 2).view(2, WIDTH, 16)
         ids = torch.tensor([[base + 1, base]], device=DEVICE)
-        packed = FloatExperts(w_in, w_out, None, None)
+        packed = packed_experts(w_in, w_out)
         found.append(backend.experts(x, ids, torch.ones((1, 2), device=DEVICE), packed, "silu"))
     assert torch.equal(*found)
 

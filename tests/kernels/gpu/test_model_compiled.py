@@ -20,8 +20,8 @@ with pretend_gpu() as compiled:
 made = [(one.name, one.local, "griddepcontrol.wait" in one.ptx, "prefetch.L2" in one.ptx) for one in compiled]
 print(json.dumps((launches, made)))
 """
-DECODE = {"rms_norm_kernel", "gemv_kernel", "rotary_write_kernel", "attention_kernel", "join_kernel", "gate_kernel"}
-EXPERTS = {"_route_row", "gated_rows", "mixed_rows", "_sort_pairs", "_gated_blocks", "_down_blocks", "_mix"}
+DECODE = {"norm_kernel", "gemv_kernel", "rotary_write_kernel", "attention_kernel", "join_kernel", "gate_kernel"}
+EXPERTS = {"_route_row", "gated_rows", "mixed_rows", "_sort_pairs", "grouped_gemm_kernel", "_mix"}
 LAUNCHES = {  # kernels that a layer launches at one token and at 64
     "llama-3.1-8b 1": 9,
     "llama-3.1-8b 64": 10,

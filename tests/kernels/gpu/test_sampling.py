@@ -188,7 +188,7 @@ def test_kernels_compile_without_spilling(capability: int) -> None:
         "from tests.helpers.pretend_gpu import pretend_gpu\n"
         "from tests.kernels.gpu.compile_sampling import launch\n"
         f"with pretend_gpu({capability}) as made: launch()\n"
-        "needed = {'survey_pieces', 'finish_rows', 'largest_parts', 'sum_parts'}\n"
+        "needed = {'search_pieces_kernel', 'sample_rows_kernel', 'largest_parts', 'sum_parts'}\n"
         "assert needed <= {kernel.name for kernel in made}\n"
         "assert all(kernel.local == 0 and kernel.shared <= 48 * 1024 for kernel in made), made\n"
     )

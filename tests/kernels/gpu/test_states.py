@@ -131,7 +131,7 @@ def check_delta(backend: GPUBackend, step: Step, inputs: Inputs, shape: tuple[in
         got = backend.gated_delta(*arguments, ours, step.metadata)
     else:
         got = torch.full((step.tokens, shape[0] * shape[2]), math.nan, dtype=backend.act, device=DEVICE)
-        compute(*arguments, ours, step.metadata, got)  # type: ignore[operator]
+        compute(states.delta_inputs(*arguments), ours, step.metadata, got)  # type: ignore[operator]
     want = REFERENCE.gated_delta(*(x[:real].float() for x in mine), state, step.plain)
     close(got[:real], want, TOLERANCE[backend.dtype])
     close(ours, state, 1e-5)
@@ -178,7 +178,8 @@ def test_a_token_that_forgets_nearly_all_does_not_blur_those_after_it() -> None:
     for compute in (states.scan, states.advance):
         outs.append(torch.empty(step.tokens, 8, device=DEVICE))
         state = torch.zeros(ROWS, 1, 8, 8, device=DEVICE)
-        compute(*(x.to(DEVICE) for x in (q, k, v, decay, beta)), state, step.metadata, outs[-1])
+        inputs = states.delta_inputs(*(x.to(DEVICE) for x in (q, k, v, decay, beta)))
+        compute(inputs, state, step.metadata, outs[-1])
         outs[-1] = torch.cat([outs[-1].flatten(), state[step.metadata.state_rows].flatten()])
     assert float((outs[1] - outs[0]).norm()) <= 2e-6 * float(outs[0].norm())
 

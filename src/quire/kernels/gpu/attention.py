@@ -15,17 +15,17 @@ import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.attention_kernels import Layer, attention_kernel, join_kernel
+from quire.kernels.gpu.attention_kernels import Counts, Layer, attention_kernel, batch_of, join_kernel
 from quire.kernels.gpu.attention_library import FlashInfer, attend_prompts, has_flash, whole_prompts
 from quire.kernels.gpu.attention_plan import Launch, decode_launch, launches, prompt_launch
 from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.graphs import splitting_op
+from quire.kernels.gpu.kernel_args import rows_of
 from quire.kernels.gpu.latent import latent_attention
 
 logger = logging.getLogger(__name__)
 
 LOG2E = math.log2(math.e)
-JOINED_AT_ONCE = 8  # shares of keys that the joining kernel loads together
 # Tokens from which on a prompt that begins in a step is given to PyTorch's kernels, by `attention_backend`.
 FROM_TOKENS = {"auto": 512, "torch": 16}
 
@@ -83,7 +83,7 @@ class AttentionOps(ArrayOps):
                 attend_prompts(q.to(self.act), k, v, out, prompts, params, flash=auto)
                 torch_from = self._torch_from
         decode, prompt = decode_launch(self, cache, params, metadata.single), prompt_launch(self, cache, params, tokens)
-        for kind in launches(metadata, prompt.short, torch_from):
+        for kind in launches(metadata, prompt.tiling.short, torch_from):
             self._launch(decode if kind == "decode" else prompt, q, cache, metadata, params, out, torch_from)
         return out
 
@@ -97,34 +97,29 @@ class AttentionOps(ArrayOps):
         out: torch.Tensor,
         torch_from: int,
     ) -> None:
+        tiling = launch.tiling
         heads, kv_heads, size = params.num_heads, params.num_kv_heads, params.head_size
-        sequences, tables, block_size = metadata.seq_lens.shape[0], metadata.block_tables, cache.block_size
-        tiles = sequences if launch.one_tile else q.shape[0] // launch.queries + sequences
-        splits, parts = launch.splits(tiles * kv_heads * launch.head_tiles, tables.shape[1] * block_size)
-        sums = found = out
+        sequences, tables = metadata.seq_lens.shape[0], metadata.block_tables
+        tiles = sequences if tiling.one_tile else q.shape[0] // tiling.queries + sequences
+        splits, parts = launch.splits(tiles * kv_heads * tiling.head_tiles, tables.shape[1] * cache.block_size)
+        workspace = None
         if parts:
-            rows = tiles * launch.queries * heads
-            workspace = torch.empty(rows * parts * (size + 2), dtype=torch.float32, device=q.device)
-            found, sums = workspace[: rows * parts * size], workspace[rows * parts * size :]
-        cap, sinks, slopes = params.softcap, params.sinks, params.alibi_slopes
-        window = params.sliding_window is not None
-        layer = Layer(
-            heads, kv_heads, size, launch.padded, block_size, params.causal, window, cap is not None,
-            slopes is not None, sinks is not None, cache.stored > 0,
-        )  # fmt: skip
-        tiling = launch.tiling(metadata.single, parts > 0)
-        behind = params.reach[0] if window else 0
-        fresh_from = torch_from or 1 << 30
-        some, pdl = out if sinks is None else sinks, self.pdl and metadata.single
-        attention_kernel[(tiles, kv_heads * launch.head_tiles, splits)](
-            q, cache.data, cache.scales_or_data, some, out if slopes is None else slopes, out, sums, found,
-            metadata.cu_query_lens, metadata.seq_lens, tables,
-            q.stride(0), tables.stride(0), sequences, splits, parts, launch.least, fresh_from,
-            params.scale * LOG2E if cap is None else params.scale / cap, 0.0 if cap is None else cap * LOG2E, behind,
-            layer, tiling, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl,
-        )  # fmt: skip
+            rows = tiles * tiling.queries * heads
+            memory = torch.empty(rows * parts * (size + 2), dtype=torch.float32, device=q.device)
+            workspace = memory[rows * parts * size :], memory[: rows * parts * size]
+        window, cap, sinks = params.sliding_window is not None, params.softcap, params.sinks
+        layer = Layer(heads, kv_heads, size, launch.padded, cache.block_size, params.causal, window)
+        fresh_from, behind = torch_from or 1 << 30, params.reach[0] if window else 0
+        counts = Counts(tables.stride(0), sequences, splits, parts, launch.least, fresh_from, behind)
+        scale, cap = (params.scale * LOG2E, None) if cap is None else (params.scale / cap, cap * LOG2E)
+        batch = batch_of(metadata)
+        pdl = self.pdl and metadata.single
+        extras, source = (sinks, params.alibi_slopes, scale, cap), (cache.data, cache.scales)
+        options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": pdl}
+        attention_kernel[(tiles, kv_heads * tiling.head_tiles, splits)](
+            rows_of(q), source, extras, out, workspace, batch, counts, layer, tiling, pdl, **options
+        )
         if parts:
-            join_kernel[(tiles * launch.queries, heads)](
-                some, out, sums, found, metadata.cu_query_lens, metadata.seq_lens, sequences, splits, parts,
-                launch.least, fresh_from, behind, layer, tiling, JOINED_AT_ONCE, pdl, num_warps=4, launch_pdl=pdl,
-            )  # fmt: skip
+            join_kernel[(tiles * tiling.queries, heads)](
+                sinks, out, workspace, batch, counts, layer, tiling, pdl, num_warps=4, launch_pdl=pdl
+            )

@@ -13,19 +13,46 @@ Logits are kept times log2(e), for exp2. Keys outside of what a tile sees are no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.pdl import launch_dependents, wait_for_dependencies
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SEARCH: tl.constexpr = tl.constexpr(256)  # sequences that are looked at at once
+JOINED_AT_ONCE: tl.constexpr = tl.constexpr(8)  # shares of keys that are joined at once
 
 
-# Arguments that differ from step to step, so that no kernel is compiled once more for some of their values.
-COUNTS = ["table_step", "num_sequences", "num_splits", "num_parts", "least", "fresh_from", "behind"]
+class Batch(NamedTuple):
+    """Of the sequences of a step: first rows int32 [S + 1], lengths int32 [S], block tables int32 [S, blocks]."""
+
+    cu: Any
+    seq_lens: Any
+    tables: Any
+
+
+def batch_of(metadata: AttentionMetadata) -> Batch:
+    """Return the sequences of a step as kernels take them."""
+    return Batch(metadata.cu_query_lens, metadata.seq_lens, metadata.block_tables)
+
+
+class Counts(NamedTuple):
+    """Numbers that differ from step to step, so that no kernel is compiled once more for some of their values.
+
+    table_step: elements from table to table. splits, parts, least: see `Launch`. fresh_from: sequences that begin in
+    this step and have so many tokens are left to others. behind: keys before its own that a query sees, with a window.
+    """
+
+    table_step: Any
+    sequences: Any
+    splits: Any
+    parts: Any
+    least: Any
+    fresh_from: Any
+    behind: Any
 
 
 class Layer(NamedTuple):
@@ -38,14 +65,17 @@ class Layer(NamedTuple):
     block_size: int
     causal: bool
     window: bool
-    softcap: bool
-    alibi: bool
-    sinks: bool
-    scaled: bool
 
 
 class Tiling(NamedTuple):
-    """How a launch goes about it, and is compiled for it: see `attention_plan.Launch`."""
+    """How a launch goes about it, and is compiled for it.
+
+    rows: of a tile: `queries` times `tile_heads` of them are used. head_tiles: tiles of the heads of one KV head.
+    keys: that a tile goes through at a time.
+    one_tile: each sequence is one tile, and those with more queries than it has are left out. short: sequences of so
+        many queries are left out where it is not. single: every sequence has one query.
+    chunk: keys of a share if that is fixed, or 0.
+    """
 
     rows: int
     queries: int
@@ -55,12 +85,11 @@ class Tiling(NamedTuple):
     short: int
     one_tile: bool
     single: bool
-    split: bool
     chunk: int
 
 
 @triton.jit
-def find_tile(cu, seq_lens, tile, num_sequences, TILING: tl.constexpr):
+def find_tile(batch, tile, num_sequences, TILING: tl.constexpr):
     """Return whose a tile is: its sequence, the first row of that, its queries, its length, and the tile's first query.
 
     With `one_tile` every sequence has one. Otherwise sequence s has those from cu[s] // queries + s on, so that each
@@ -74,19 +103,19 @@ def find_tile(cu, seq_lens, tile, num_sequences, TILING: tl.constexpr):
         s = -1
         for base in range(0, num_sequences, SEARCH):
             at = base + tl.arange(0, SEARCH)
-            begins = tl.load(cu + at, mask=at < num_sequences, other=0) // BQ + at
+            begins = tl.load(batch.cu + at, mask=at < num_sequences, other=0) // BQ + at
             s += tl.sum(((at < num_sequences) & (begins <= tile)).to(tl.int32), 0)
-        first = (tile - tl.load(cu + s) // BQ - s) * BQ
+        first = (tile - tl.load(batch.cu + s) // BQ - s) * BQ
     if TILING.single:
         start, queries = s, 1
     else:
-        start = tl.load(cu + s)
-        queries = tl.load(cu + s + 1) - start
+        start = tl.load(batch.cu + s)
+        queries = tl.load(batch.cu + s + 1) - start
         if TILING.one_tile:
             first = tl.where(queries <= BQ, 0, queries)
         else:
             first = tl.where(queries > TILING.short, first, queries)
-    return s, start, queries, tl.load(seq_lens + s), first
+    return s, start, queries, tl.load(batch.seq_lens + s), first
 
 
 @triton.jit
@@ -105,18 +134,18 @@ def seen_keys(length, queries, first, behind, LAYER: tl.constexpr, TILING: tl.co
 
 
 @triton.jit
-def shares(low, high, num_splits, least, TILING: tl.constexpr):
+def shares(low, high, counts, TILING: tl.constexpr):
     """Return where the first share of a tile's keys begins, how long each is, and how many there are.
 
     Shares are of `chunk` keys, counted from the sequence's first, or, where that is 0, as long as it takes to have no
-    more than `num_splits`, and at least `least`.
+    more than `splits` of the counts, and at least `least`.
     """
     BN: tl.constexpr = TILING.keys
     if TILING.chunk > 0:
         begin, length = low // TILING.chunk * TILING.chunk, TILING.chunk
     else:
         begin = low // BN * BN
-        length = tl.maximum((high - begin + num_splits - 1) // num_splits, least)
+        length = tl.maximum((high - begin + counts.splits - 1) // counts.splits, counts.least)
         length = (length + BN - 1) // BN * BN
     return begin, length, tl.maximum((high - begin + length - 1) // length, 0)
 
@@ -159,14 +188,19 @@ def load_vectors(at, live, LAYER: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def logits_of(s, keys, live, positions, slopes, scale, cap, behind, LAYER: tl.constexpr, MASKED: tl.constexpr):
-    """Make logits of products [rows, keys], -inf where a query does not see a key; not scaled where nothing else is."""
-    if LAYER.softcap or LAYER.alibi or LAYER.scaled:
+def logits_of(s, keys, live, tile, scaled, constants, LAYER: tl.constexpr, MASKED: tl.constexpr):
+    """Make logits of products [rows, keys], -inf where a query does not see a key; not scaled where nothing else is.
+
+    scaled: whether keys had scales of their own. tile, constants: see `attend`.
+    """
+    _, _, _, _, positions, slopes = tile
+    scale, cap, behind = constants
+    if cap is not None or slopes is not None or scaled:
         s = s * scale
-    if LAYER.softcap:
+    if cap is not None:
         decayed = tl.exp2(-2 * LOG2E * tl.abs(s))  # s is divided by the cap already
         s = tl.where(s < 0, -cap, cap) * ((1 - decayed) / (1 + decayed))
-    if LAYER.alibi:
+    if slopes is not None:
         s = s + slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
     if MASKED:
         seen = live[None, :]
@@ -181,20 +215,20 @@ def logits_of(s, keys, live, positions, slopes, scale, cap, behind, LAYER: tl.co
 
 
 @triton.jit
-def attend(
-    state, q, span, positions, slopes, source, constants,
-    LAYER: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Go on with a softmax over keys begin .. end, of which those in low .. high may be loaded: `span` has all four.
+def attend(state, begin, end, tile, source, constants, LAYER: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Continue a softmax over keys begin .. end. Without MASKED every query sees all of them.
 
-    Without MASKED all of them may, and every query sees all. `state` is the logits' largest, their sum, and the values'
-    weighted sum.
+    state: the largest logit of each row, the sum of their exponentials, and the weighted sum of values.
+    tile: queries [rows, padded], the range of keys that may be loaded, the position of the first query and of each
+        row's, and ALiBi slopes of rows or None.
+    source: data and scales (or None) of the cache, block table of the sequence, KV head.
+    constants: scale, softcap or None, and `Counts.behind`.
     """
     m, total, acc = state
-    begin, end, low, high = span
+    q, low, high, _, _, slopes = tile
     data, scales, table, head = source
-    scale, cap, behind = constants
-    PLAIN: tl.constexpr = not (LAYER.softcap or LAYER.alibi or LAYER.scaled)
+    scale, cap, _ = constants
+    PLAIN: tl.constexpr = cap is None and slopes is None and scales is None
     SIDE: tl.constexpr = LAYER.kv_heads * LAYER.block_size
     within = tl.arange(0, LAYER.padded)
     keys = begin + tl.arange(0, BN)
@@ -209,16 +243,16 @@ def attend(
         k_at = data + vector[:, None] * LAYER.size + within[None, :]
         k = load_vectors(k_at, live, LAYER, MASKED)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if LAYER.scaled:
+        if scales is not None:
             s = s * tl.load(scales + vector, mask=live, other=0.0)[None, :]
-        s = logits_of(s, keys, live, positions, slopes, scale, cap, behind, LAYER, MASKED)
+        s = logits_of(s, keys, live, tile, scales is not None, constants, LAYER, MASKED)
         most = tl.max(s, 1)
         most = tl.maximum(m, most * scale if PLAIN else most)
         safe = tl.where(most == float("-inf"), 0.0, most) if MASKED else most
         p = tl.exp2((s * scale if PLAIN else s) - safe[:, None])
         decay = tl.exp2(m - safe)
         total = total * decay + tl.sum(p, 1)
-        if LAYER.scaled:
+        if scales is not None:
             p = p * tl.load(scales + vector + SIDE, mask=live, other=0.0)[None, :]
         v = load_vectors(k_at + SIDE * LAYER.size, live, LAYER, MASKED)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
@@ -234,17 +268,15 @@ def nothing(ROWS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def attend_share(
-    q, begin, end, low, high, position, positions, slopes, source, constants,
-    LAYER: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
-    """Return the softmax of a tile, whose first query has `position`, over keys begin .. end, see `attend`.
+def attend_share(begin, end, tile, source, constants, LAYER: tl.constexpr, TILING: tl.constexpr):
+    """Return the softmax of a tile over keys begin .. end, see `attend`.
 
     `begin` is a multiple of the keys that are gone through at a time. Tiles of many queries mask only those that some
     query may not see. For tiles of few memory is the bound and masks cost nothing, and one loop keeps loads in flight;
     so do those of a fixed chunk, which are the same whoever computes them.
     """
     BN: tl.constexpr = TILING.keys
+    _, _, high, position, _, _ = tile
     behind = constants[2]
     state = nothing(TILING.rows, LAYER.padded)
     if (not TILING.one_tile) and TILING.chunk == 0:
@@ -258,80 +290,63 @@ def attend_share(
             free_to = tl.minimum(free_to, (position + behind + 1) // BN * BN)
         free_to = tl.maximum(free_to, free_from)
         if LAYER.window:
-            span = (begin, free_from, low, high)
-            state = attend(state, q, span, positions, slopes, source, constants, LAYER, BN, True)
-        span = (free_from, free_to, low, high)
-        state = attend(state, q, span, positions, slopes, source, constants, LAYER, BN, False)
+            state = attend(state, begin, free_from, tile, source, constants, LAYER, BN, True)
+        state = attend(state, free_from, free_to, tile, source, constants, LAYER, BN, False)
         begin = free_to
-    return attend(state, q, (begin, end, low, high), positions, slopes, source, constants, LAYER, BN, True)
+    return attend(state, begin, end, tile, source, constants, LAYER, BN, True)
 
 
 @triton.jit
-def attend_in_chunks(
-    q, begin, count, low, high, position, positions, slopes, source, constants,
-    LAYER: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+def attend_in_chunks(begin, count, tile, source, constants, LAYER: tl.constexpr, TILING: tl.constexpr):
     """Return the softmax of a tile over all of its keys, `count` chunks of them each by itself, joined in order."""
     m, total, acc = nothing(TILING.rows, LAYER.padded)
     for index in range(count):
         at = begin + index * TILING.chunk
-        other_m, other_total, other_acc = attend_share(
-            q, at, tl.minimum(at + TILING.chunk, high), low, high, position, positions, slopes, source, constants,
-            LAYER, TILING,
-        )  # fmt: skip
+        end = tl.minimum(at + TILING.chunk, tile[2])
+        other_m, other_total, other_acc = attend_share(at, end, tile, source, constants, LAYER, TILING)
         m, total, acc = joined(m, total, acc, other_m, other_total, other_acc)
     return m, total, acc
 
 
 @triton.jit
-def leave_part(
-    sums, parts, at, index, begin, share, valid, mask, q, low, high, position, positions, slopes, source, constants,
-    LAYER: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
-    """Store the softmax of a tile over a share of its keys, for each row at number `at` + `index`."""
-    start = begin + index * share
-    stop = tl.minimum(start + share, high)
-    m, total, acc = attend_share(
-        q, start, stop, low, high, position, positions, slopes, source, constants, LAYER, TILING
-    )
-    tl.store(sums + (at + index) * 2, m, mask=valid)
-    tl.store(sums + (at + index) * 2 + 1, total, mask=valid)
-    tl.store(parts + ((at + index) * LAYER.size)[:, None] + tl.arange(0, LAYER.padded)[None, :], acc, mask=mask)
+def store_share(
+    workspace, at, begin, share, valid, mask, tile, source, constants, LAYER: tl.constexpr, TILING: tl.constexpr
+):
+    """Store the softmax of a tile over `share` keys from `begin` on, for each row at number `at` of the workspace."""
+    sums, parts = workspace
+    m, total, acc = attend_share(begin, tl.minimum(begin + share, tile[2]), tile, source, constants, LAYER, TILING)
+    tl.store(sums + at * 2, m, mask=valid)
+    tl.store(sums + at * 2 + 1, total, mask=valid)
+    tl.store(parts + (at * LAYER.size)[:, None] + tl.arange(0, LAYER.padded)[None, :], acc, mask=mask)
 
 
-@triton.jit
-def store_result(out, sinks, token, q_head, valid, mask, m, total, acc, LAYER: tl.constexpr):
-    """Store what a tile found, its softmax with the heads' sinks, if any; zeros for rows that see nothing."""
-    if LAYER.sinks:
-        total, acc = with_sink(m, total, acc, tl.load(sinks + q_head, mask=valid, other=0.0) * LOG2E)
-    result = acc / tl.where(total == 0, 1.0, total)[:, None]
-    at = token * (LAYER.heads * LAYER.size) + q_head * LAYER.size
-    tl.store(out + at[:, None] + tl.arange(0, LAYER.padded)[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=["counts"])
 def attention_kernel(
-    q, data, scales, sinks, slopes, out, sums, parts, cu, seq_lens, tables,
-    q_step, table_step, num_sequences, num_splits, num_parts, least, fresh_from, scale, cap, behind,
-    LAYER: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q, cache, extras, out, workspace, batch, counts, LAYER: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr
+):
     """Attention of one tile. Grid: tiles; KV heads times tiles of their query heads; splits.
 
-    With `split` the results of a share of keys go to sums [rows, num_parts, 2] (largest logit, sum) and parts [rows,
-    num_parts, size], where a tile's rows are those from tile * queries * heads on; otherwise a tile's go to out
-    [T, heads * size]. Sequences that begin in this step and have `fresh_from` tokens or more are left to others.
+    With a workspace the results of a share of keys go to its sums [rows, parts, 2] (largest logit, sum) and parts
+    [rows, parts, size], where a tile's rows are those from tile * queries * heads on; otherwise a tile's go to out
+    [T, heads * size].
+
+    Args:
+        q: `Rows`. cache: data and scales (or None) of a `KVCache`. batch: `Batch`. counts: `Counts`.
+        extras: sinks and ALiBi slopes float32 [heads], or None; the scale of logits to base 2, and their cap or None.
     """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
+    sinks, slopes, scale, cap = extras
     HEAD_TILES: tl.constexpr = TILING.head_tiles
     GROUP: tl.constexpr = LAYER.heads // LAYER.kv_heads
-    tile, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
+    SPLIT: tl.constexpr = workspace is not None
+    number, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
     if not TILING.one_tile:
-        tile = tl.num_programs(0) - 1 - tile  # those that see the most keys first
-    s, start, queries, length, first = find_tile(cu, seq_lens, tile, num_sequences, TILING)
-    low, high = seen_keys(length, queries, first, behind, LAYER, TILING)
-    begin, share, count = shares(low, high, num_splits, least, TILING)
-    if (first >= queries) | ((queries >= fresh_from) & (queries == length)) | (TILING.split & (split >= count)):
+        number = tl.num_programs(0) - 1 - number  # those that see the most keys first
+    s, start, queries, length, first = find_tile(batch, number, counts.sequences, TILING)
+    low, high = seen_keys(length, queries, first, counts.behind, LAYER, TILING)
+    begin, share, count = shares(low, high, counts, TILING)
+    if (first >= queries) | ((queries >= counts.fresh_from) & (queries == length)) | (SPLIT & (split >= count)):
         return
     row = tl.arange(0, TILING.rows)
     own = row // TILING.tile_heads
@@ -340,47 +355,46 @@ def attention_kernel(
     valid = (own < TILING.queries) & (first + own < queries) & (in_group < GROUP)
     token, within = (start + first + own).to(tl.int64), tl.arange(0, LAYER.padded)
     mask = valid[:, None] & (within < LAYER.size)[None, :]
-    q_at = q + (token * q_step + q_head * LAYER.size)[:, None] + within[None, :]
+    q_at = q.data + (token * q.stride + q_head * LAYER.size)[:, None] + within[None, :]
     values = tl.load(q_at, mask=mask, other=0.0).to(out.dtype.element_ty)
-    slope = tl.load(slopes + q_head, mask=valid, other=0.0) * LOG2E if LAYER.alibi else 0.0
-    source = (data, scales, tables + tl.cast(s, tl.int64) * table_step, head)
-    constants, position = (scale, cap, behind), length - queries + first
-    positions = position + own
+    source = (cache[0], cache[1], batch.tables + tl.cast(s, tl.int64) * counts.table_step, head)
+    constants, position = (scale, cap, counts.behind), length - queries + first
+    if slopes is not None:
+        slope = tl.load(slopes + q_head, mask=valid, other=0.0) * LOG2E
+        tile = (values, low, high, position, position + own, slope)
+    else:
+        tile = (values, low, high, position, position + own, slopes)
 
-    if TILING.split:
-        at = ((tile * TILING.queries + own).to(tl.int64) * LAYER.heads + q_head) * num_parts
+    if SPLIT:
+        at = ((number * TILING.queries + own).to(tl.int64) * LAYER.heads + q_head) * counts.parts
         if TILING.chunk > 0:
-            for index in range(split, count, num_splits):
-                leave_part(
-                    sums, parts, at, index, begin, share, valid, mask, values, low, high, position, positions, slope,
-                    source, constants, LAYER, TILING,
-                )  # fmt: skip
+            for index in range(split, count, counts.splits):
+                start = begin + index * share
+                store_share(workspace, at + index, start, share, valid, mask, tile, source, constants, LAYER, TILING)
         else:
-            leave_part(
-                sums, parts, at, split, begin, share, valid, mask, values, low, high, position, positions, slope,
-                source, constants, LAYER, TILING,
-            )  # fmt: skip
+            start = begin + split * share
+            store_share(workspace, at + split, start, share, valid, mask, tile, source, constants, LAYER, TILING)
     else:
         if TILING.chunk > 0:
-            m, total, acc = attend_in_chunks(
-                values, begin, count, low, high, position, positions, slope, source, constants, LAYER, TILING
-            )
+            m, total, acc = attend_in_chunks(begin, count, tile, source, constants, LAYER, TILING)
         else:
-            m, total, acc = attend_share(
-                values, begin, high, low, high, position, positions, slope, source, constants, LAYER, TILING
-            )
-        store_result(out, sinks, token, q_head, valid, mask, m, total, acc, LAYER)
+            m, total, acc = attend_share(begin, high, tile, source, constants, LAYER, TILING)
+        if sinks is not None:
+            total, acc = with_sink(m, total, acc, tl.load(sinks + q_head, mask=valid, other=0.0) * LOG2E)
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]  # zeros for rows that see nothing
+        into = out + (token * (LAYER.heads * LAYER.size) + q_head * LAYER.size)[:, None] + within[None, :]
+        tl.store(into, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def joined_shares(sums, parts, at, count, AT_ONCE: tl.constexpr, LAYER: tl.constexpr):
+def joined_shares(sums, parts, at, count, LAYER: tl.constexpr):
     """Return one row's softmax over `count` shares of its keys, numbered from `at`, some at a time."""
     within = tl.arange(0, LAYER.padded)
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros_like(within).to(tl.float32)
-    for index in range(0, count, AT_ONCE):
-        some = index + tl.arange(0, AT_ONCE)
+    for index in range(0, count, JOINED_AT_ONCE):
+        some = index + tl.arange(0, JOINED_AT_ONCE)
         there = some < count
         mask = there[:, None] & (within < LAYER.size)[None, :]
         their_m = tl.load(sums + (at + some) * 2, mask=there, other=float("-inf"))
@@ -409,27 +423,25 @@ def joined_chunks(sums, parts, at, count, LAYER: tl.constexpr):
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def join_kernel(
-    sinks, out, sums, parts, cu, seq_lens, num_sequences, num_splits, num_parts, least, fresh_from, behind,
-    LAYER: tl.constexpr, TILING: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["counts"])
+def join_kernel(sinks, out, workspace, batch, counts, LAYER: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr):
     """Join what `attention_kernel` found of one row in shares of the keys. Grid: tiles times `queries`; heads."""
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     tile, own, head = tl.program_id(0) // TILING.queries, tl.program_id(0) % TILING.queries, tl.program_id(1)
-    _, start, queries, length, first = find_tile(cu, seq_lens, tile, num_sequences, TILING)
-    if (first + own >= queries) | ((queries >= fresh_from) & (queries == length)):
+    _, start, queries, length, first = find_tile(batch, tile, counts.sequences, TILING)
+    if (first + own >= queries) | ((queries >= counts.fresh_from) & (queries == length)):
         return
-    low, high = seen_keys(length, queries, first, behind, LAYER, TILING)
-    _, _, count = shares(low, high, num_splits, least, TILING)
+    low, high = seen_keys(length, queries, first, counts.behind, LAYER, TILING)
+    _, _, count = shares(low, high, counts, TILING)
     within = tl.arange(0, LAYER.padded)
-    at = (tl.program_id(0).to(tl.int64) * LAYER.heads + head) * num_parts
+    sums, parts = workspace
+    at = (tl.program_id(0).to(tl.int64) * LAYER.heads + head) * counts.parts
     if TILING.chunk > 0:
         m, total, acc = joined_chunks(sums, parts, at, count, LAYER)
     else:
-        m, total, acc = joined_shares(sums, parts, at, count, AT_ONCE, LAYER)
-    if LAYER.sinks:
+        m, total, acc = joined_shares(sums, parts, at, count, LAYER)
+    if sinks is not None:
         total, acc = with_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
     result = acc / tl.where(total == 0, 1.0, total)
     into = out + tl.cast(start + first + own, tl.int64) * (LAYER.heads * LAYER.size) + head * LAYER.size

@@ -5,15 +5,15 @@ All of it follows from shapes and types, and nothing from what is in a step's ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.attention_kernels import Tiling
-from quire.kernels.gpu.cache import KVCache, power_of_two
+from quire.kernels.gpu.cache import KVCache
+from quire.kernels.gpu.kernel_args import power_of_two
 
 CHUNK = 1024  # keys whose softmax is computed by itself where results must not depend on the batch
 MOST_SHORT_ROWS = 64  # of a tile of single tokens
@@ -23,39 +23,20 @@ Kind = Literal["decode", "prompt"]
 WAVES = 4  # splits are for about so many programs a place, so that long sequences do not keep the rest waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """How one launch of `attention_kernel` goes about it.
 
     Attributes:
-        rows: of a tile: `queries` times `tile_heads` of them are used. head_tiles: tiles of the heads of one KV head.
-        keys: that a tile goes through at a time. padded: elements of a head. warps, stages: of the kernel.
-        one_tile: each sequence is one tile, and those with more queries than it has are left out. short: sequences of
-            so many queries are left out where it is not.
+        tiling: what it is compiled for. padded: elements of a head. warps, stages: of the kernel.
         least: keys of the smallest share. places: programs that run at once on the whole chip.
-        chunk: keys of a share if that is fixed, or 0.
     """
 
-    rows: int
-    queries: int
-    tile_heads: int
-    head_tiles: int
-    keys: int
+    tiling: Tiling
     padded: int
     warps: int
     stages: int
-    one_tile: bool
-    short: int
     least: int
     places: int
-    chunk: int
-
-    def tiling(self, single: bool, split: bool) -> Tiling:
-        """Return what kernels are compiled for, in steps of single tokens or others, with keys split or not."""
-        return Tiling(
-            self.rows, self.queries, self.tile_heads, self.head_tiles, self.keys, self.short, self.one_tile,
-            single and self.one_tile, split, self.chunk,
-        )  # fmt: skip
 
     def splits(self, programs: int, most_keys: int) -> tuple[int, int]:
         """Return how many programs share the keys of a tile, and how many parts they leave; 1 and 0 for no sharing.
@@ -63,13 +44,13 @@ class Launch:
         Args:
             programs: that there are without sharing. most_keys: that block tables have room for.
         """
-        if self.chunk:
-            chunks = -(-most_keys // self.chunk)
-            if not self.one_tile or chunks == 1:
+        if self.tiling.chunk:
+            chunks = -(-most_keys // self.tiling.chunk)
+            if not self.tiling.one_tile or chunks == 1:
                 return 1, 0
             return min(chunks, max(1, WAVES * self.places // programs)), chunks
         most = max(1, most_keys // self.least)
-        if not self.one_tile:
+        if not self.tiling.one_tile:
             splits = min(most, self.places // programs)
             return (splits, splits) if splits > 1 else (1, 0)
         splits = best_splits(programs, self.places, most)
@@ -142,11 +123,8 @@ def decode_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, si
     if cache.stored:  # converted in registers, which are what is scarce then
         default = {"keys": min(64, max(16, 4096 // padded)), "warps": 4, "stages": 4, "places": 3}
     choice = backend.tuned_configs.get("decode_attention", _key(cache, params), default)
-    queries = 1 if single else max(1, rows // group)
-    return Launch(
-        rows, queries, min(group, rows), -(-group // rows), choice["keys"], padded, choice["warps"], choice["stages"],
-        True, 0, LEAST_SHARE, backend.num_sms * choice["places"], 0,
-    )  # fmt: skip
+    tiling = _tiling(rows, group, choice["keys"], single=single, one_tile=True)
+    return Launch(tiling, padded, choice["warps"], choice["stages"], LEAST_SHARE, backend.num_sms * choice["places"])
 
 
 def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, tokens: int) -> Launch:
@@ -172,12 +150,17 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
         default = {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
     size = "many" if tokens * params.num_heads >= 128 * backend.num_sms else "few"
     choice = backend.tuned_configs.get("prompt_attention", f"{_key(cache, params)} {size}", default)
-    rows = choice["rows"]
-    short = decode_launch(backend, cache, params, False).queries
-    return Launch(
-        rows, max(1, rows // group), min(group, rows), -(-group // rows), choice["keys"], padded, choice["warps"],
-        choice["stages"], False, short, LEAST_PROMPT_SHARE, backend.num_sms, 0,
-    )  # fmt: skip
+    short = decode_launch(backend, cache, params, False).tiling.queries
+    tiling = _tiling(choice["rows"], group, choice["keys"], short=short)
+    return Launch(tiling, padded, choice["warps"], choice["stages"], LEAST_PROMPT_SHARE, backend.num_sms)
+
+
+def _tiling(
+    rows: int, group: int, keys: int, *, single: bool = False, one_tile: bool = False, short: int = 0, chunk: int = 0
+) -> Tiling:
+    """Return tiles of so many rows for groups of query heads that share a KV head."""
+    queries = 1 if single else max(1, rows // group)
+    return Tiling(rows, queries, min(group, rows), -(-group // rows), keys, short, one_tile, single, chunk)
 
 
 def _invariant_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, single: bool) -> Launch:
@@ -193,8 +176,5 @@ def _invariant_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams
     if not exact and backend.capability < (9, 0):
         keys, warps = 32 if padded <= 128 and not cache.stored else 16, 8  # see `prompt_launch`
     assert CHUNK % keys == 0, "no key is in two chunks"
-    queries = 1 if single else max(1, rows // group)
-    return Launch(
-        rows, queries, min(group, rows), -(-group // rows), keys, padded, warps, 1 if exact else 2, single, 0,
-        LEAST_SHARE, backend.num_sms * 2, CHUNK,
-    )  # fmt: skip
+    tiling = _tiling(rows, group, keys, single=single, one_tile=single, chunk=CHUNK)
+    return Launch(tiling, padded, warps, 1 if exact else 2, LEAST_SHARE, backend.num_sms * 2)

@@ -9,7 +9,6 @@ from quire.kernels.gpu.experts import ExpertOps
 from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.interpreter import repair_interpreter
 from quire.kernels.gpu.layerwise import OffloadOps
-from quire.kernels.gpu.linear import LinearOps
 from quire.kernels.gpu.lora import LoRAOps
 from quire.kernels.gpu.memory import MemoryOps
 from quire.kernels.gpu.probe import interpreted
@@ -23,7 +22,6 @@ if interpreted():
 
 class GPUBackend(
     GraphOps,
-    LinearOps,
     ExpertOps,
     LoRAOps,
     RowOps,

@@ -10,6 +10,7 @@ that what is stored is what the reference stores.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,101 +20,122 @@ import triton.language as tl
 from quire.errors import ConfigError
 from quire.kernels.backend import HeadNorms
 from quire.kernels.gpu.arrays import TORCH_DTYPES, ArrayOps
+from quire.kernels.gpu.kernel_args import power_of_two, whole_rows
 from quire.kernels.gpu.pdl import launch_dependents, wait_for_dependencies
+from quire.kernels.gpu.quantize import round_block, scale_of
 
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)  # what is smaller counts as 0, as in the reference
-PLAIN: tl.constexpr = tl.constexpr(0)  # how vectors are stored: as floats,
-INT8: tl.constexpr = tl.constexpr(1)  # as integers and a scale,
-FP8: tl.constexpr = tl.constexpr(2)  # as float8_e4m3fn and a scale
+
+class Vectors(NamedTuple):
+    """The shape of a layer's cache, and the heads that a program writes: `tile` of them, of `padded` elements."""
+
+    sides: int
+    heads: int
+    size: int
+    block_size: int
+    tile: int
+    padded: int
+    e4m3: bool
+
+
+class Rotation(NamedTuple):
+    """Query heads and tiles of them, the elements of a head that are rotated, half of them and the rest padded."""
+
+    q_heads: int
+    q_tiles: int
+    rotated: int
+    half: int
+    rest: int
+    interleaved: bool
 
 
 @triton.jit
-def scale_of(size, finite, STORED: tl.constexpr):
-    """Return what to multiply vectors with before rounding, and the scale to store, from their largest sizes."""
-    LIMIT: tl.constexpr = 127.0 if STORED == 1 else 448.0
-    size = tl.where(size >= SMALLEST, size, 0.0)
-    up = tl.where(size > 0, tl.div_rn(tl.full(size.shape, LIMIT, tl.float32), tl.where(size > 0, size, 1.0)), 0.0)
-    scale = tl.div_rn(size, tl.full(size.shape, LIMIT, tl.float32))
-    return tl.where(finite, up, 0.0), tl.where(finite, scale, float("nan"))
+def round_e4m3(x, factor):
+    """Return x * factor, float32, rounded to what float8_e4m3fn can hold, ties to even; 0 for what is not finite.
 
-
-@triton.jit
-def rounded(x, STORED: tl.constexpr):
-    """Round scaled float32 numbers to what the format can hold, to the nearest, ties to even.
-
-    Adding and subtracting a large number rounds to a multiple of its last bit. For float8 the numbers of three bits
-    after the first are found in the bits themselves, so that the conversion that follows has nothing left to round.
+    The three bits after the first are rounded in the bits of the float32, so that the conversion that follows has
+    nothing left to round; adding and subtracting a large number rounds subnormals to multiples of 2^-9.
     """
-    if STORED == 1:
-        return x + 12582912.0 - 12582912.0
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0) * factor
     bits = x.to(tl.int32, bitcast=True)
     normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = x + 24576.0 - 24576.0  # subnormal: multiples of 2**-9
+    small = x + 24576.0 - 24576.0
     x = tl.where(tl.abs(x) < 0.015625, small, normal.to(tl.float32, bitcast=True))
     return tl.minimum(tl.maximum(x, -448.0), 448.0)
 
 
 @triton.jit
-def store_heads(x, data, scales, at, scale_at, offsets, mask, heads_mask, STORED: tl.constexpr):
-    """Store float32 vectors [heads, D] at data + at[:, None] + offsets, and their scales at scales + scale_at."""
-    if STORED == 0:
-        tl.store(data + at[:, None] + offsets[None, :], x.to(data.dtype.element_ty), mask=mask)
-    else:
-        x = tl.where(mask, x, 0.0)
-        sound = tl.abs(x) < float("inf")
-        finite = tl.max(sound.to(tl.int32) ^ 1, axis=1) == 0
-        up, scale = scale_of(tl.max(tl.where(sound, tl.abs(x), 0.0), axis=1), finite, STORED)
-        q = rounded(tl.where(finite[:, None], x, 0.0) * up[:, None], STORED)
-        tl.store(data + at[:, None] + offsets[None, :], q.to(data.dtype.element_ty), mask=mask)
-        tl.store(scales + scale_at, scale, mask=heads_mask)
+def store_vectors(parts, cache, vector, heads_mask, FORM: tl.constexpr):
+    """Store float32 vectors [heads, D] as number `vector` int64 [heads] of a cache, each with one scale if it has any.
+
+    cache: data, and scales or None. parts: tuples of some columns of the vectors, which these are, and a mask.
+    """
+    data, scales = cache
+    PARTS: tl.constexpr = len(parts)
+    if scales is not None:
+        size, faults = tl.zeros_like(vector).to(tl.float32), tl.zeros_like(vector).to(tl.int32)
+        for part in tl.static_range(PARTS):
+            values, _, mask = parts[part]
+            values = tl.abs(tl.where(mask, values, 0.0))
+            sound = values < float("inf")
+            size = tl.maximum(size, tl.max(tl.where(sound, values, 0.0), axis=1))
+            faults = tl.maximum(faults, tl.max(sound.to(tl.int32) ^ 1, axis=1))
+        up, scale = scale_of(size, faults == 0, FORM.e4m3)
+        tl.store(scales + vector, scale, mask=heads_mask)
+    for part in tl.static_range(PARTS):
+        values, columns, mask = parts[part]
+        if scales is not None:
+            values = round_e4m3(values, up[:, None]) if FORM.e4m3 else round_block(values, up[:, None], False)
+        tl.store(data + vector[:, None] * FORM.size + columns[None, :], values.to(data.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def write_kernel(
-    k, v, data, scales, slots, k_step, v_step,
-    SIDES: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, PADDED: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
-    """Store TILE heads of one token, keys and, unless the cache is latent, values. Grid: tokens, tiles of heads."""
+def write_kernel(k, v, cache, slots, FORM: tl.constexpr):
+    """Store `tile` heads of one token, keys and, unless the cache is latent, values. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        within = tl.arange(0, PADDED)
-        heads_mask = heads < HEADS
-        mask = heads_mask[:, None] & (within < SIZE)[None, :]
+        block, offset = slot // FORM.block_size, slot % FORM.block_size
+        heads = tl.program_id(1) * FORM.tile + tl.arange(0, FORM.tile)
+        within = tl.arange(0, FORM.padded)
+        heads_mask = heads < FORM.heads
+        mask = heads_mask[:, None] & (within < FORM.size)[None, :]
+        SIDES: tl.constexpr = FORM.sides
         for side in tl.static_range(SIDES):
-            source = k + token * k_step if side == 0 else v + token * v_step
-            x = tl.load(source + heads[:, None] * SIZE + within[None, :], mask=mask, other=0.0).to(tl.float32)
-            vector = ((block * SIDES + side) * HEADS + heads) * BLOCK_SIZE + offset
-            store_heads(x, data, scales, vector * SIZE, vector, within, mask, heads_mask, STORED)
+            source = k.data + token * k.stride if side == 0 else v.data + token * v.stride
+            x = tl.load(source + heads[:, None] * FORM.size + within[None, :], mask=mask, other=0.0).to(tl.float32)
+            vector = ((block * SIDES + side) * FORM.heads + heads) * FORM.block_size + offset
+            store_vectors(((x, within, mask),), cache, vector, heads_mask, FORM)
 
 
 @triton.jit
-def _rotated(
-    x, at, cos, sin, first, second, within, mask, rest_mask, weight, eps,
-    SIZE: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Norm heads if NORMED, rotate their pairs in place; return pairs and what is behind them as they were rounded."""
+def _rotate_heads(x, at, angles, columns, masks, weight, eps, KEYS: tl.constexpr, FORM: tl.constexpr, R: tl.constexpr):
+    """Norm heads if there is a weight, and rotate their pairs in place.
+
+    Return both of each pair, and with KEYS what is behind the rotated part, as they were rounded. columns, masks: of
+    both of each pair, and of what is behind.
+    """
+    cos, sin = angles
+    first, second, behind = columns
+    mask, rest_mask = masks
+    PARTIAL: tl.constexpr = R.rotated < FORM.size
     at_first, at_second = x + at[:, None] + first[None, :], x + at[:, None] + second[None, :]
     a = tl.load(at_first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(at_second, mask=mask, other=0.0).to(tl.float32)
     rest = 0.0
-    if ROTATED < SIZE and (NORMED or KEYS):
-        rest = tl.load(x + at[:, None] + within[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    if NORMED:
+    if PARTIAL and (weight is not None or KEYS):
+        rest = tl.load(x + at[:, None] + behind[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if weight is not None:
         squares = tl.sum(a * a + b * b, axis=1)
-        if ROTATED < SIZE:
+        if PARTIAL:
             squares += tl.sum(rest * rest, axis=1)
-        factor = tl.rsqrt(squares / SIZE + eps)[:, None]
-        pair = tl.arange(0, cos.shape[0])
-        a *= factor * tl.load(weight + first, mask=pair < ROTATED // 2, other=0.0)[None, :]
-        b *= factor * tl.load(weight + second, mask=pair < ROTATED // 2, other=0.0)[None, :]
-        if ROTATED < SIZE:
-            rest *= factor * tl.load(weight + within, mask=within < SIZE, other=0.0)[None, :]
+        factor = tl.rsqrt(squares / FORM.size + eps)[:, None]
+        pairs = tl.arange(0, R.half) < R.rotated // 2
+        a *= factor * tl.load(weight + first, mask=pairs, other=0.0)[None, :]
+        b *= factor * tl.load(weight + second, mask=pairs, other=0.0)[None, :]
+        if PARTIAL:
+            rest *= factor * tl.load(weight + behind, mask=behind < FORM.size, other=0.0)[None, :]
             rest = rest.to(x.dtype.element_ty).to(tl.float32)
-            tl.store(x + at[:, None] + within[None, :], rest.to(x.dtype.element_ty), mask=rest_mask)
+            tl.store(x + at[:, None] + behind[None, :], rest.to(x.dtype.element_ty), mask=rest_mask)
     low = (a * cos[None, :] - b * sin[None, :]).to(x.dtype.element_ty)
     high = (b * cos[None, :] + a * sin[None, :]).to(x.dtype.element_ty)
     tl.store(at_first, low, mask=mask)
@@ -122,89 +144,57 @@ def _rotated(
 
 
 @triton.jit
-def _store_rotated(
-    data, scales, vector, heads_mask, low, high, rest, first, second, within, pairs, rest_mask,
-    SIZE: tl.constexpr, ROTATED: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
-    """Store keys in three parts: both of each pair, and what is behind the rotated part, under one scale."""
-    into = data + vector[:, None] * SIZE
-    if STORED != 0:
-        low, high = tl.where(pairs, low, 0.0), tl.where(pairs, high, 0.0)
-        sound = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))
-        flaws = tl.max(sound.to(tl.int32) ^ 1, axis=1)
-        size = tl.max(tl.where(sound, tl.maximum(tl.abs(low), tl.abs(high)), 0.0), axis=1)
-        if ROTATED < SIZE:
-            rest = tl.where(rest_mask, rest, 0.0)
-            rest_sound = tl.abs(rest) < float("inf")
-            flaws = tl.maximum(flaws, tl.max(rest_sound.to(tl.int32) ^ 1, axis=1))
-            size = tl.maximum(size, tl.max(tl.where(rest_sound, tl.abs(rest), 0.0), axis=1))
-        up, scale = scale_of(size, flaws == 0, STORED)
-        whole = (flaws == 0)[:, None]
-        low = rounded(tl.where(whole, low, 0.0) * up[:, None], STORED)
-        high = rounded(tl.where(whole, high, 0.0) * up[:, None], STORED)
-        if ROTATED < SIZE:
-            rest = rounded(tl.where(whole, rest, 0.0) * up[:, None], STORED)
-        tl.store(scales + vector, scale, mask=heads_mask)
-    tl.store(into + first[None, :], low.to(data.dtype.element_ty), mask=pairs)
-    tl.store(into + second[None, :], high.to(data.dtype.element_ty), mask=pairs)
-    if ROTATED < SIZE:
-        tl.store(into + within[None, :], rest.to(data.dtype.element_ty), mask=rest_mask)
-
-
-@triton.jit
 def rotary_write_kernel(
-    positions, q, k, v, q_weight, k_weight, cos_sin, data, scales, slots, q_step, k_step, v_step, eps,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    Q_TILES: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PADDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, STORED: tl.constexpr, NORMED: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Rotate TILE heads of one token, with NORMED their RMS norms, and if they are keys, store them and their values.
+    positions, q, k, v, norms, cos_sin, cache, slots, FORM: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr
+):
+    """Rotate `tile` heads of one token, after their RMS norms if any, and store keys with their values.
 
-    Grid: tokens, tiles of query heads and then of key heads.
+    norms: weights of queries and of keys, and epsilon; or None. Grid: tokens, tiles of query heads and then of keys'.
     """
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = tl.arange(0, HALF)
-    table = cos_sin + tl.load(positions + token).to(tl.int64) * ROTATED
-    cos = tl.load(table + pair, mask=pair < ROTATED // 2, other=0.0)
-    sin = tl.load(table + ROTATED // 2 + pair, mask=pair < ROTATED // 2, other=0.0)
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
+    pair = tl.arange(0, R.half)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * R.rotated
+    cos = tl.load(table + pair, mask=pair < R.rotated // 2, other=0.0)
+    sin = tl.load(table + R.rotated // 2 + pair, mask=pair < R.rotated // 2, other=0.0)
+    behind = R.rotated + tl.arange(0, R.rest)
+    if R.interleaved:
+        columns = (2 * pair, 2 * pair + 1, behind)
     else:
-        first, second = pair, pair + ROTATED // 2
-    behind = ROTATED + tl.arange(0, REST)
-    if tile < Q_TILES:
-        heads = tile * TILE + tl.arange(0, TILE)
-        mask = (heads < Q_HEADS)[:, None] & (pair < ROTATED // 2)[None, :]
-        rest_mask = (heads < Q_HEADS)[:, None] & (behind < SIZE)[None, :]
-        at = token * q_step + heads * SIZE
-        _rotated(
-            q, at, cos, sin, first, second, behind, mask, rest_mask, q_weight, eps, SIZE, ROTATED, NORMED, False
-        )  # fmt: skip
+        columns = (pair, pair + R.rotated // 2, behind)
+    q_weight, k_weight, eps = norms, norms, 0.0
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+    within = tl.arange(0, FORM.tile)
+    if tile < R.q_tiles:
+        heads = tile * FORM.tile + within
+        mask = (heads < R.q_heads)[:, None] & (pair < R.rotated // 2)[None, :]
+        rest_mask = (heads < R.q_heads)[:, None] & (behind < FORM.size)[None, :]
+        at = token * q.stride + heads * FORM.size
+        _rotate_heads(q.data, at, (cos, sin), columns, (mask, rest_mask), q_weight, eps, False, FORM, R)
     else:
-        heads = (tile - Q_TILES) * TILE + tl.arange(0, TILE)
-        heads_mask = heads < HEADS
-        mask = heads_mask[:, None] & (pair < ROTATED // 2)[None, :]
-        at = token * k_step + heads * SIZE
-        rest_mask = heads_mask[:, None] & (behind < SIZE)[None, :]
-        low, high, rest = _rotated(
-            k, at, cos, sin, first, second, behind, mask, rest_mask, k_weight, eps, SIZE, ROTATED, NORMED, True
-        )  # fmt: skip
+        heads = (tile - R.q_tiles) * FORM.tile + within
+        heads_mask = heads < FORM.heads
+        mask = heads_mask[:, None] & (pair < R.rotated // 2)[None, :]
+        rest_mask = heads_mask[:, None] & (behind < FORM.size)[None, :]
+        at = token * k.stride + heads * FORM.size
+        low, high, rest = _rotate_heads(
+            k.data, at, (cos, sin), columns, (mask, rest_mask), k_weight, eps, True, FORM, R
+        )
         slot = tl.load(slots + token)
         if slot >= 0:
-            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            vector = (block * 2 * HEADS + heads) * BLOCK_SIZE + offset
-            _store_rotated(
-                data, scales, vector, heads_mask, low, high, rest, first, second, behind, mask, rest_mask,
-                SIZE, ROTATED, STORED,
-            )  # fmt: skip
-            within = tl.arange(0, PADDED)
-            whole = heads_mask[:, None] & (within < SIZE)[None, :]
-            x = tl.load(v + token * v_step + heads[:, None] * SIZE + within[None, :], mask=whole, other=0.0)
-            vector += HEADS * BLOCK_SIZE
-            store_heads(x.to(tl.float32), data, scales, vector * SIZE, vector, within, whole, heads_mask, STORED)
+            block, offset = slot // FORM.block_size, slot % FORM.block_size
+            vector = (block * 2 * FORM.heads + heads) * FORM.block_size + offset
+            parts = ((low, columns[0], mask), (high, columns[1], mask))
+            if R.rotated < FORM.size:
+                parts += ((rest, behind, rest_mask),)  # type: ignore[assignment]
+            store_vectors(parts, cache, vector, heads_mask, FORM)
+            element = tl.arange(0, FORM.padded)
+            whole = heads_mask[:, None] & (element < FORM.size)[None, :]
+            source = v.data + token * v.stride + heads[:, None] * FORM.size + element[None, :]
+            x = tl.load(source, mask=whole, other=0.0).to(tl.float32)
+            store_vectors(((x, element, whole),), cache, vector + FORM.heads * FORM.block_size, heads_mask, FORM)
 
 
 STORAGE = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -256,11 +246,6 @@ class KVCache:
         """How vectors are stored, in the words of the kernels: 0 floats, 1 int8, 2 float8_e4m3fn."""
         return STORED.get(self.data.dtype, 0)
 
-    @property
-    def scales_or_data(self) -> torch.Tensor:
-        """What a kernel is handed as scales; any tensor where there are none."""
-        return self.data if self.scales is None else self.scales
-
     def sides(self) -> list[torch.Tensor]:
         """Return all that a block consists of, as bytes: uint8 views [B, n]."""
         whole = [self.data] if self.scales is None else [self.data, self.scales]
@@ -300,15 +285,11 @@ class CacheOps(ArrayOps):
         self._write(x, x, cache, slot_mapping)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
-        _, sides, heads, block_size, size = cache.data.shape
         if k.shape[0] == 0:
             return
-        padded, tile, tiles = tiling(heads, size)
-        write_kernel[(k.shape[0], tiles)](
-            k, v, cache.data, cache.scales_or_data, slots, row_step(k), row_step(v),
-            sides, heads, size, block_size, tile, padded, cache.stored,
-            num_warps=4 if tile * padded >= 1024 else 1, enable_fp_fusion=False,
-        )  # fmt: skip
+        form, tiles = vectors(cache)
+        rows, options = (whole_rows(k), whole_rows(v)), {"num_warps": warps(form), "enable_fp_fusion": False}
+        write_kernel[(k.shape[0], tiles)](*rows, (cache.data, cache.scales), slots, FORM=form, **options)
 
     def rotary_write_kv(
         self,
@@ -329,18 +310,19 @@ class CacheOps(ArrayOps):
         """
         if q.shape[0] == 0:
             return q, k
-        q_weight, k_weight, eps = (cos_sin, cos_sin, 0.0) if norms is None else norms
-        heads, q_heads, rotated = cache.num_kv_heads, q.shape[1] // head_size, cos_sin.shape[1]
-        padded, tile, tiles = tiling(heads, head_size)
-        q_tiles = -(-q_heads // tile)
+        form, tiles = vectors(cache)
+        q_heads, rotated = q.shape[1] // head_size, cos_sin.shape[1]
+        q_tiles = -(-q_heads // form.tile)
         rest = power_of_two(head_size - rotated) if rotated < head_size else 1
+        rotation = Rotation(q_heads, q_tiles, rotated, power_of_two(rotated // 2), rest, interleaved)
+        rows, options = (
+            map(whole_rows, (q, k, v)),
+            {"num_warps": warps(form), "enable_fp_fusion": False, "launch_pdl": self.pdl},
+        )
+        storage = cache.data, cache.scales
         rotary_write_kernel[(q.shape[0], q_tiles + tiles)](
-            positions, q, k, v, q_weight, k_weight, cos_sin, cache.data, cache.scales_or_data, slot_mapping,
-            row_step(q), row_step(k), row_step(v), eps,
-            q_heads, heads, head_size, rotated, cache.block_size,
-            q_tiles, tile, power_of_two(rotated // 2), rest, padded, interleaved, cache.stored, norms is not None,
-            self.pdl, num_warps=4 if tile * padded >= 1024 else 1, enable_fp_fusion=False, launch_pdl=self.pdl,
-        )  # fmt: skip
+            positions, *rows, norms, cos_sin, storage, slot_mapping, form, rotation, self.pdl, **options
+        )
         return q, k
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
@@ -365,19 +347,14 @@ class CacheOps(ArrayOps):
             start += side.shape[1]
 
 
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << max(0, number - 1).bit_length()
-
-
-def tiling(heads: int, size: int) -> tuple[int, int, int]:
-    """Return a vector's padded size, how many heads a program takes, and how many programs that makes of a token."""
+def vectors(cache: KVCache) -> tuple[Vectors, int]:
+    """Return what kernels that write to a cache are compiled for, and how many programs that makes of a token."""
+    _, sides, heads, block_size, size = cache.data.shape
     padded = power_of_two(size)
     tile = min(power_of_two(heads), max(1, TILE_ELEMENTS // padded))
-    return padded, tile, -(-heads // tile)
+    return Vectors(sides, heads, size, block_size, tile, padded, cache.stored == 2), -(-heads // tile)
 
 
-def row_step(x: torch.Tensor) -> int:
-    """Return how many elements lie between the rows of x [T, N], whose rows are contiguous."""
-    assert x.stride(1) == 1 or x.shape[1] == 1, "elements of a row lie side by side"
-    return x.stride(0)
+def warps(form: Vectors) -> int:
+    """Return the warps of a program that writes to a cache."""
+    return 4 if form.tile * form.padded >= 1024 else 1

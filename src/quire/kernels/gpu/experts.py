@@ -2,98 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from operator import length_hint
+from typing import Any
 
-import numpy as np
 import torch
-import triton
 
-from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.errors import ModelError
 from quire.kernels.backend import ExpertsWeight
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.gpu import experts_coded, experts_kernels, routing
+from quire.kernels.gpu import routing
 from quire.kernels.gpu.activations import activation_number
-from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.experts_coded import CodedExperts, default_tiles, is_direct
-from quire.kernels.gpu.experts_kernels import sort_pairs, weighted_sum
-from quire.kernels.gpu.linear import TL_TYPES
-from quire.kernels.gpu.linear_weights import GPULinear, Staging, pieces
-from quire.kernels.gpu.probe import interpreted
+from quire.kernels.gpu.experts_kernels import (
+    TOGETHER,
+    Blocks,
+    ExpertRows,
+    GroupedGemm,
+    coded_kernel,
+    gated_rows,
+    grouped_gemm_kernel,
+    mixed_rows,
+    sort_pairs,
+    weighted_sum,
+)
+from quire.kernels.gpu.kernel_args import rows_of
+from quire.kernels.gpu.linear import LinearOps, launch_options
+from quire.kernels.gpu.linear_codes import Inputs
+from quire.kernels.gpu.linear_weights import GPULinear
+from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.gpu.tuned_configs import KernelConfig
-from quire.kernels.weight_storage import stored_layout
 
+TENSORS = ("data", "bias", "row_scales", "group_scales", "zeros", "order", "table")
 MOST_ROWS = 4  # tokens whose experts are each computed by themselves
 
 
 @dataclass(frozen=True, slots=True)
-class FloatExperts:
-    """All experts of a layer: w_in [E, 2I, H] (gate, then up) and w_out [E, H, I] in `act`, biases float32 or None."""
+class PackedExperts:
+    """All experts of a layer: weights like those of one expert, but each tensor with a first axis of all experts.
 
-    w_in: torch.Tensor
-    w_out: torch.Tensor
-    bias_in: torch.Tensor | None
-    bias_out: torch.Tensor | None
+    first: gate, then up [2I, H]. last: down [H, I].
+    """
+
+    first: GPULinear
+    last: GPULinear
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Experts, inputs of each, and inner values."""
-        return self.w_out.shape[0], self.w_out.shape[1], self.w_out.shape[2]
+        return self.last.data.shape[0], self.last.outputs, self.last.inputs
 
 
-def to_torch(tensor: Tensor) -> torch.Tensor:
-    """Return a tensor's values on the host, as stored where torch has the type, otherwise float32."""
-    if isinstance(tensor, HostTensor) and tensor.dtype in ("float32", "float16", "bfloat16"):
-        array = np.require(tensor.array, requirements=["C", "A", "W"])
-        return (
-            torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            if tensor.dtype == "bfloat16"
-            else (torch.from_numpy(array))
-        )
-    return torch.from_numpy(np.require(tensor.to_float32(), requirements=["C", "A", "W"]))
+def _alike(weight: GPULinear) -> tuple[object, ...]:
+    """Return all that must be the same for all experts."""
+    shapes = [None if (t := getattr(weight, name)) is None else (t.shape, t.dtype) for name in TENSORS]
+    return weight.kind, weight.inputs, weight.outputs, weight.group, weight.rounds, *shapes
 
 
-def _stack(experts: Iterable[Expert], number: int, act: torch.dtype, staging: Staging) -> FloatExperts:
-    """Copy experts, one after the other, into memory for all of them."""
-    made: FloatExperts | None = None
-    count, device = 0, staging.device
+def stack(experts: Iterable[Expert], number: int, pack_linear: Callable[..., GPULinear]) -> PackedExperts:
+    """Pack experts one by one with the backend's `pack_linear` and copy them into memory for all of them.
+
+    Raises ModelError where they differ in size or format.
+    """
+    made: tuple[GPULinear, GPULinear] | None = None
+    count = 0
     for expert in experts:
-        inner, hidden = expert.gate.shape
+        pair = pack_linear(*expert.first, gated=True), pack_linear(*expert.last)
         if made is None:
-            empty = torch.empty
-            biased = expert.gate_bias is not None, expert.down_bias is not None
-            made = FloatExperts(
-                empty((number, 2 * inner, hidden), dtype=act, device=device),
-                empty((number, hidden, inner), dtype=act, device=device),
-                torch.zeros((number, 2 * inner), device=device) if biased[0] else None,
-                torch.zeros((number, hidden), device=device) if biased[1] else None,
-            )
-        if (inner, hidden) != (made.sizes[2], made.sizes[1]) or expert.down.shape != (hidden, inner):
-            raise ModelError("the experts of a layer differ in size (expected the same for all)")
-        _copy_expert(made, count, expert, staging)
+            kinds, made = list(map(_alike, pair)), (_room(pair[0], number), _room(pair[1], number))
+        if list(map(_alike, pair)) != kinds:
+            what = "differ in size" if pair[0].kind == made[0].kind == "float" else "are quantized in different ways"
+            raise ModelError(f"the experts of a layer {what} (expected the same for all)")
+        for whole, one in zip(made, pair, strict=True):
+            for name in TENSORS:
+                if getattr(one, name) is not None:
+                    getattr(whole, name)[count].copy_(getattr(one, name))
         count += 1
     assert made is not None and count == number, "as many experts as were announced"
-    return made
+    return PackedExperts(*made)
 
 
-def _copy_expert(made: FloatExperts, number: int, expert: Expert, staging: Staging) -> None:
-    inner, own = made.sizes[2], made.w_in[number]
-    for part, out in ((expert.gate, own[:inner]), (expert.up, own[inner:]), (expert.down, made.w_out[number])):
-        for start, stop in pieces(part):
-            staging.floats(part, start, stop, out[start:stop])
-    if made.bias_in is not None:
-        assert expert.gate_bias is not None and expert.up_bias is not None
-        made.bias_in[number, :inner].copy_(to_torch(expert.gate_bias))
-        made.bias_in[number, inner:].copy_(to_torch(expert.up_bias))
-    if made.bias_out is not None:
-        assert expert.down_bias is not None
-        made.bias_out[number].copy_(to_torch(expert.down_bias))
+def _room(one: GPULinear, number: int) -> GPULinear:
+    """Return a weight whose tensors have room for so many."""
+    tensors: dict[str, Any] = {name: getattr(one, name) for name in TENSORS}
+    rooms: dict[str, Any] = {
+        name: None if t is None else t.new_empty((number, *t.shape)) for name, t in tensors.items()
+    }
+    return replace(one, near_bias=None, launches={}, **rooms)
 
 
-class ExpertOps(ArrayOps):
+class ExpertOps(LinearOps):
     """Routing and experts."""
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,13 +102,7 @@ class ExpertOps(ArrayOps):
         if number == 0:  # views of files: what is unknown is how much device memory they take together
             experts = list(experts)
             number = len(experts)
-        rest = iter(experts)
-        first = next(rest)
-        experts = chain([first], rest)
-        layouts = [stored_layout(parts, self.dtype) for parts in (first.first[0], first.last[0])]
-        if self.quantization is None and layouts == [None, None]:
-            return _stack(experts, number, self.act, self.staging)  # type: ignore[attr-defined]
-        return experts_coded.stack(experts, number, self.pack_linear)  # type: ignore[attr-defined]
+        return stack(experts, number, self.pack_linear)
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertsWeight, kind: str
@@ -118,84 +110,117 @@ class ExpertOps(ArrayOps):
         tokens, hidden = x.shape
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
-        x, number = x if x.stride(1) == 1 else x.contiguous(), activation_number(kind, gated=True)
-        if isinstance(packed, CodedExperts):
-            return self._coded(x, ids, weights, packed, number)
-        if not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0]):
-            return self._few(x, ids, weights, packed, number)
-        return self._many(x, ids, weights, packed, number)
+        x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(kind, gated=True)
+        if packed.first.kind != "float" or packed.last.kind != "float":
+            return self._coded(x, ids, weights, packed, gate)
+        few = not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
+        return (self._few if few else self._many)(x, ids, weights, packed, gate)
 
     def _few(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: FloatExperts, kind: int
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
         """Return `experts`, each pair by itself."""
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
-        key = f"h{hidden}_i{inner}_pairs{tokens * top_k}"
-        one = self.tuned_configs.get("experts_rows_in", key, {"n": 16, "k": 256, "warps": 4, "stages": 3})
-        two = self.tuned_configs.get("experts_rows_out", key, {"n": 8, "k": 256, "warps": 4, "stages": 8})
+
+        def form(kernel: str, default: KernelConfig, rows: int, columns: int, gate: int) -> tuple[ExpertRows, int]:
+            found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_pairs{tokens * top_k}", default)
+            n, k = found["n"], found["k"]
+            return ExpertRows(top_k, rows % n == columns % k == 0, n, k, found["stages"], gate), found["warps"]
+
         h = torch.empty((tokens * top_k, inner), dtype=self.act, device=x.device)
-        experts_kernels.gated_rows[(tokens * top_k, triton.cdiv(inner, one["n"]))](
-            x, x.stride(0), ids, packed.w_in, packed.bias_in, h, inner, hidden, TOP_K=top_k, KIND=kind,
-            BIASED=packed.bias_in is not None, EVEN=inner % one["n"] == 0 and hidden % one["k"] == 0,
-            N=one["n"], K=one["k"], STAGES=one["stages"], num_warps=one["warps"],
-        )  # fmt: skip
+        one, warps = form("experts_rows_in", {"n": 16, "k": 256, "warps": 4, "stages": 3}, inner, hidden, gate)
+        gated_rows[(tokens * top_k, -(-inner // one.N))](
+            rows_of(x), ids, packed.first.data, packed.first.bias, h, inner, hidden, FORM=one, num_warps=warps
+        )
         out = torch.empty((tokens, hidden), dtype=self.act, device=x.device)
-        experts_kernels.mixed_rows[(tokens, triton.cdiv(hidden, two["n"]))](
-            h, ids, weights, packed.w_out, packed.bias_out, out, hidden, inner, TOP_K=top_k,
-            BIASED=packed.bias_out is not None, EVEN=hidden % two["n"] == 0 and inner % two["k"] == 0,
-            N=two["n"], K=two["k"], STAGES=two["stages"], num_warps=two["warps"],
-        )  # fmt: skip
+        two, warps = form("experts_rows_out", {"n": 8, "k": 256, "warps": 4, "stages": 8}, hidden, inner, 0)
+        mixed_rows[(tokens, -(-hidden // two.N))](
+            h, ids, weights, packed.last.data, packed.last.bias, out, hidden, inner, FORM=two, num_warps=warps
+        )
         return out
 
     def _many(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: FloatExperts, kind: int
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
         """Return `experts`, by blocks of rows of one expert."""
-        tokens, top_k = ids.shape
+        top_k = ids.shape[1]
         number, hidden, inner = packed.sizes
-        size = 64 if self.batch_invariant else self._block_size(tokens * top_k, number)
+        size = 64 if self.batch_invariant else self._block_size(ids.numel(), number)
         wide = self.act is torch.float32
         blocks = sort_pairs(ids, number, size)
-        key = f"h{hidden}_i{inner}_m{size}"
-        h = experts_kernels.gated(
-            x,
-            packed.w_in,
-            packed.bias_in,
-            blocks,
-            top_k,
-            kind,
-            self.tuned_configs.get("experts_in", key, tiles_in(size, wide)),
-        )
-        y = experts_kernels.down(
-            h, packed.w_out, packed.bias_out, blocks, self.tuned_configs.get("experts_out", key, tiles_out(size, wide))
-        )
+
+        def tiles(
+            kernel: str, default: KernelConfig, rows: int, columns: int
+        ) -> tuple[tuple[bool, int, int, int], dict]:
+            found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_m{size}", default)
+            n, k = found["n"], found["k"]
+            return (rows % n == columns % k == 0, size, n, k), {
+                "num_warps": found["warps"],
+                "num_stages": found["stages"],
+            }
+
+        tile, options = tiles("experts_in", tiles_in(size, wide), inner, hidden)
+        h = _grouped(x, packed.first.data, packed.first.bias, blocks, GroupedGemm(top_k, gate, *tile), options)
+        tile, options = tiles("experts_out", tiles_out(size, wide), hidden, inner)
+        y = _grouped(h, packed.last.data, packed.last.bias, blocks, GroupedGemm(1, 0, *tile), options)
         return weighted_sum(y, weights)
 
     def _coded(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: CodedExperts, kind: int
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
         """Return `experts` of quantized weights, by blocks of rows of one expert."""
-        tokens, top_k = ids.shape
         number = packed.sizes[0]
-        size = 64 if self.batch_invariant else min(64, self._block_size(tokens * top_k, number))
+        size = 64 if self.batch_invariant else min(64, self._block_size(ids.numel(), number))
         blocks = sort_pairs(ids, number, size)
-        compiled = not interpreted()
+        h = self._coded_product(x, packed.first, blocks, ids.shape[1], gate)
+        return weighted_sum(self._coded_product(h, packed.last, blocks, 1, 0), weights)
 
-        def multiply(given: torch.Tensor, weight: GPULinear, each: int, gate: int) -> torch.Tensor:
-            key = f"{weight.kind}:{weight.outputs}x{weight.inputs}:m{size}"
-            tiles = self.tuned_configs.get("experts_coded", key, default_tiles(weight, size, self.act))
-            direct = is_direct(weight, compiled, self.capability)
-            chip = {"DIRECT": direct, "NATIVE": self.capability >= (8, 9), "ACT": TL_TYPES[self.act]}
-            return experts_coded.product(given, weight, blocks, each, gate, self.act, {**tiles, **chip})
-
-        return weighted_sum(multiply(multiply(x, packed.first, top_k, kind), packed.last, 1, 0), weights)
+    def _coded_product(self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, gate: int) -> torch.Tensor:
+        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
+        pairs, outputs = x.shape[0] * top_k, weight.outputs // (2 if gate else 1)
+        scales = None
+        if weight.rounds is not None:
+            x, scales = quantize_rows(x, e4m3=weight.rounds == "e4m3", depth=weight.depth)
+        else:
+            x = x.to(self.act)
+        key = f"{weight.kind}:{weight.outputs}x{weight.inputs}:m{blocks.size}"
+        tiles = self.tuned_configs.get("experts_coded", key, tiles_coded(weight, blocks.size, self.act))
+        form = self.gemm_form(weight, x.shape[1], {**tiles, "BM": blocks.size, "GROUP": TOGETHER})
+        out = torch.empty((pairs, outputs), dtype=self.act, device=x.device)
+        num_blocks = blocks.experts.shape[0]
+        inputs, sizes = Inputs(x, scales, x.stride(0)), (pairs, num_blocks, outputs, x.shape[1], weight.inputs)
+        coded_kernel[(num_blocks * -(-outputs // form.BN),)](
+            inputs, weight.tensors(), blocks[:2], out, *sizes, gate, top_k, FORM=form, **launch_options(tiles)
+        )
+        return out
 
     def _block_size(self, pairs: int, number: int) -> int:
         """Return rows of a block: about as many as an expert has, for what a block lacks is computed for nothing."""
         each = pairs / number
         default = 16 if each <= 12 else 32 if each <= 32 else 64 if each <= 96 else 128
         return self.tuned_configs.get("experts_blocks", f"{default}", {"m": default})["m"]
+
+
+def _grouped(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    blocks: Blocks,
+    form: GroupedGemm,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Return each pair's product with its expert's matrix, [pairs, N]: x [pairs / top_k, K], w [E, N, K], see
+    `grouped_gemm_kernel`.
+    """
+    pairs, rows, depth = x.shape[0] * form.divisor, w.shape[1] // (2 if form.gate else 1), w.shape[2]
+    out = torch.empty((pairs, rows), dtype=w.dtype, device=x.device)
+    num_blocks = blocks.experts.shape[0]
+    sizes = pairs, num_blocks, rows, depth
+    grouped_gemm_kernel[(num_blocks * -(-rows // form.BN),)](
+        rows_of(x), w, bias, blocks[:2], out, *sizes, FORM=form, **options
+    )
+    return out
 
 
 def few_pairs(tokens: int, top_k: int, number: int) -> bool:
@@ -223,3 +248,14 @@ def tiles_out(size: int, wide: bool) -> KernelConfig:
     if size == 64:
         return {"n": 128, "k": 64, "warps": 4, "stages": 4}
     return {"n": 256, "k": 64, "warps": 8, "stages": 3}
+
+
+def tiles_coded(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:
+    """Return tiles for blocks of `size` rows; fp8's sums are cut at 128 of K, below which a step must not be."""
+    bytes_ = weight.rounds is not None and weight.group == 0
+    if act is torch.float32:
+        return {"BN": 32, "BK": 128 if bytes_ else 64, "num_warps": 4, "num_stages": 2}
+    if size <= 32:
+        return {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+    wide = 64 if size == 64 else 128
+    return {"BN": wide, "BK": 128 if bytes_ else 64, "num_warps": 4 if size == 64 else 8, "num_stages": 3}

@@ -1,4 +1,4 @@
-"""Kernels of mixtures of experts with float weights: sorting pairs by expert, both products, and the weighted sum.
+"""Kernels of mixtures of experts: sorting pairs by expert, products with float and quantized weights, weighted sums.
 
 Few tokens: every pair of a token and an expert is computed by itself, without tensor cores. At one token each weight of
 its experts is used once, so that the time is that of reading them: 75 MB a layer of Qwen3-30B-A3B, 16 us at 4.8 TB/s.
@@ -8,7 +8,9 @@ two launches are all it takes.
 
 Many tokens: rows in blocks by expert, matrices on tensor cores (grouped GEMM). A program has a block of rows of one
 expert and some columns. Blocks of one expert follow each other, so that they find its weights in the L2 cache. With 128
-rows an expert and more it is bound by the matrix unit: 256 operations for each byte of a weight.
+rows an expert and more it is bound by the matrix unit: 256 operations for each byte of a weight. Quantized weights are
+multiplied so for any number of tokens, decoded as in `gemm_kernels.py`: few rows are bound by reading them, 128 rows an
+expert and more by decoding. Inputs are rounded once for each token, before they are brought together.
 
 Pairs are sorted by a counting sort in one launch, stable, without atomics and without the host: every expert has a
 program, which counts all pairs, so knows where its own begin, and writes their numbers there. A program reads all ids
@@ -24,9 +26,11 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gpu.activations import gate_and_multiply
-from quire.kernels.gpu.tuned_configs import KernelConfig
+from quire.kernels.gpu.gemm_kernels import grouped_tile, multiply_tile
+from quire.kernels.gpu.kernel_args import power_of_two
 
 FEW, MANY = 512, 4096  # pairs that a program looks at together
+TOGETHER = 8  # blocks of rows that go through all columns together, see `grouped_tile`
 NO_EXPERT = -1
 
 
@@ -59,10 +63,8 @@ def _count(ids, pairs, BINS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _sort_pairs(
-    ids, pairs, out, owners, num_blocks, EXPERTS: tl.constexpr, BINS: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _sort_pairs(ids, pairs, out, owners, num_blocks, BINS: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Program (expert): write its pairs and its blocks, see `Blocks`; the last one marks the blocks not needed."""
     expert = tl.program_id(0)
     counts = _count(ids, pairs, BINS, CHUNK)
     bins = tl.arange(0, BINS)
@@ -80,7 +82,7 @@ def _sort_pairs(
     tl.store(out + at + lanes, pairs + lanes * 0, at + lanes < (first + own) * SIZE)
     for start in range(first, first + own, SIZE):
         tl.store(owners + start + lanes, expert + lanes * 0, start + lanes < first + own)
-    if expert == EXPERTS - 1:
+    if expert == tl.num_programs(0) - 1:
         for start in range(used, num_blocks, SIZE):
             tl.store(owners + start + lanes, lanes * 0 - 1, start + lanes < num_blocks)
 
@@ -91,11 +93,9 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, size: int) -> Blocks:
     blocks = most_blocks(pairs, num_experts, size)
     out = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    few = pairs <= FEW
-    _sort_pairs[(num_experts,)](
-        ids, pairs, out, owners, blocks, EXPERTS=num_experts, BINS=triton.next_power_of_2(num_experts), SIZE=size,
-        CHUNK=FEW if few else MANY, num_warps=4 if few else 8,
-    )  # fmt: skip
+    chunk, warps = (FEW, 4) if pairs <= FEW else (MANY, 8)
+    bins = power_of_two(num_experts)
+    _sort_pairs[(num_experts,)](ids, pairs, out, owners, blocks, bins, size, chunk, num_warps=warps)
     return Blocks(out, owners, size)
 
 
@@ -118,8 +118,8 @@ def weighted_sum(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     tokens, top_k = weights.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
-    block = min(COLUMNS, triton.next_power_of_2(width))
-    _mix[(tokens, triton.cdiv(width, block))](y, weights, out, width, TOP_K=top_k, BLOCK=block, num_warps=4)
+    block = min(COLUMNS, power_of_two(width))
+    _mix[(tokens, -(-width // block))](y, weights, out, width, TOP_K=top_k, BLOCK=block, num_warps=4)
     return out
 
 
@@ -132,51 +132,63 @@ def _load_rows(base, n, k, rows, depth, EVEN: tl.constexpr):
     return tl.load(at, (n[:, None] < rows) & (k[None, :] < depth), other=0.0).to(tl.float32)
 
 
+class ExpertRows(NamedTuple):
+    """What products of single pairs are compiled for: N rows of a weight and K of its columns, in so many stages.
+
+    top_k: experts of a token. even: N and K divide the matrix. gate: the activation's number, of the first product.
+    """
+
+    top_k: int
+    even: bool
+    N: int
+    K: int
+    stages: int
+    gate: int = 0
+
+
 @triton.jit
-def gated_rows(
-    x, x_stride, ids, w, bias, out, inner, depth,
-    TOP_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """out[pair] = act(gate) * up of x[pair // TOP_K]; w is [E, 2 * inner, depth], programs [pairs, inner / N]."""
+def gated_rows(x, ids, w, bias, out, inner, depth, FORM: tl.constexpr):
+    """out[pair] = act(gate) * up of x[pair // top_k]: w is [E, 2 * inner, depth]. Grid: pairs, blocks of `inner`."""
     pair = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + pair)
-    row = x + pair // TOP_K * x_stride
-    n, lanes = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, K)
+    row = x.data + pair // FORM.top_k * x.stride
+    n, lanes = tl.program_id(1) * FORM.N + tl.arange(0, FORM.N), tl.arange(0, FORM.K)
     base = w + expert * 2 * inner * depth
-    gate, up = tl.zeros([N, K], tl.float32), tl.zeros([N, K], tl.float32)
-    for start in tl.range(0, depth, K, num_stages=STAGES):
+    N: tl.constexpr = FORM.N
+    K: tl.constexpr = FORM.K
+    gate = tl.zeros([N, K], tl.float32)
+    up = gate
+    for start in tl.range(0, depth, FORM.K, num_stages=FORM.stages):
         k = start + lanes
         values = tl.load(row + k, k < depth, other=0.0).to(w.dtype.element_ty).to(tl.float32)[None, :]
-        gate += values * _load_rows(base, n, k, inner, depth, EVEN)
-        up += values * _load_rows(base + inner.to(tl.int64) * depth, n, k, inner, depth, EVEN)
+        gate += values * _load_rows(base, n, k, inner, depth, FORM.even)
+        up += values * _load_rows(base + inner.to(tl.int64) * depth, n, k, inner, depth, FORM.even)
     gates, ups, inside = tl.sum(gate, axis=1), tl.sum(up, axis=1), n < inner
-    if BIASED:
+    if bias is not None:
         own = bias + expert * 2 * inner + n
         gates += tl.load(own, inside, other=0.0)
         ups += tl.load(own + inner, inside, other=0.0)
-    tl.store(out + pair * inner + n, gate_and_multiply(gates, ups, KIND).to(out.dtype.element_ty), inside)
+    tl.store(out + pair * inner + n, gate_and_multiply(gates, ups, FORM.gate).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def mixed_rows(
-    h, ids, weights, w, bias, out, width, depth,
-    TOP_K: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """out[t] = sum over j of weights[t, j] * down(h[t * TOP_K + j]); w [E, width, depth], programs [T, width / N]."""
+def mixed_rows(h, ids, weights, w, bias, out, width, depth, FORM: tl.constexpr):
+    """out[t] = sum over j of weights[t, j] * down(h[t * top_k + j]). w [E, width, depth]; grid: T, width / N."""
     row = tl.program_id(0).to(tl.int64)
-    n, lanes = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, K)
-    steps, inside = tl.cdiv(depth, K), n < width
+    n, lanes = tl.program_id(1) * FORM.N + tl.arange(0, FORM.N), tl.arange(0, FORM.K)
+    steps, inside = tl.cdiv(depth, FORM.K), n < width
+    N: tl.constexpr = FORM.N
+    K: tl.constexpr = FORM.K
     total = tl.zeros([N, K], tl.float32)
-    for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
-        pair, k = row * TOP_K + step // steps, step % steps * K + lanes
+    for step in tl.range(0, FORM.top_k * steps, num_stages=FORM.stages):
+        pair, k = row * FORM.top_k + step // steps, step % steps * FORM.K + lanes
         expert, weight = tl.load(ids + pair), tl.load(weights + pair)
         values = tl.load(h + pair * depth + k, k < depth, other=0.0).to(tl.float32)
-        own = _load_rows(w + expert * width * depth, n, k, width, depth, EVEN)
+        own = _load_rows(w + expert * width * depth, n, k, width, depth, FORM.even)
         total += weight * (values[None, :] * own)
     result = tl.sum(total, axis=1)
-    if BIASED:
+    if bias is not None:
+        TOP_K: tl.constexpr = FORM.top_k
         for choice in tl.static_range(TOP_K):
             pair = row * TOP_K + choice
             own = bias + tl.load(ids + pair) * width + n
@@ -184,122 +196,109 @@ def mixed_rows(
     tl.store(out + row * width + n, result.to(out.dtype.element_ty), inside)
 
 
-TOGETHER = 8  # blocks of rows that are computed with the same columns, one after the other
+class GroupedGemm(NamedTuple):
+    """What grouped products are compiled for.
+
+    divisor: pairs of a row of x. gate: number of the activation of a gated product, or 0. even: BN and BK divide the
+    matrix. BM, BN, BK: rows of x, rows of the weight, and inputs of a tile. GROUP: see `grouped_tile`.
+    """
+
+    divisor: int
+    gate: int
+    even: bool
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int = TOGETHER
 
 
 @triton.jit
-def _tile(index, num_blocks, num_tiles, TOGETHER: tl.constexpr):
-    """Return the block of rows, and the tile of columns, of program `index`."""
-    span = TOGETHER * num_tiles
-    first = index // span * TOGETHER
-    width = tl.minimum(num_blocks - first, TOGETHER)
-    return first + index % span % width, index % span // width
-
-
-@triton.jit
-def _load_weight(base, n, k, rows, depth, stride, EVEN: tl.constexpr):
-    """Return a tile of weights transposed, [BLOCK_K, BLOCK_N], of a matrix [rows, depth]."""
-    at = base + n[None, :].to(tl.int64) * stride + k[:, None]
+def _load_weight(base, n, k, rows, depth, EVEN: tl.constexpr):
+    """Return a tile of weights transposed, [BK, BN], of a matrix [rows, depth]."""
+    at = base + n[None, :].to(tl.int64) * depth + k[:, None]
     if EVEN:
         return tl.load(at)
     return tl.load(at, (n[None, :] < rows) & (k[:, None] < depth), other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _gated_blocks(
-    x, x_stride, w, bias, pairs, owners, out, num_pairs, num_blocks, inner, depth,
-    TOP_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """out[pair] = act(gate) * up of x[pair // TOP_K] for the pairs of a block; w is [E, 2 * inner, depth]."""
-    block, tile = _tile(tl.program_id(0), num_blocks, tl.cdiv(inner, N), TOGETHER)
+def grouped_gemm_kernel(x, w, bias, blocks, out, num_pairs, num_blocks, N, depth, FORM: tl.constexpr):
+    """out[pair] = w[expert] @ x[pair // divisor] + bias for the pairs of a block; gated, act(gate) * up of two such.
+
+    x: `Rows`. w [E, N, depth], bias float32 [E, N] or None; gated they have 2 N rows. blocks: pairs and owners of
+    `Blocks`. out [pairs, N].
+    """
+    pairs, owners = blocks
+    block, tile = grouped_tile(tl.program_id(0), num_blocks, tl.cdiv(N, FORM.BN), FORM.GROUP)
     expert = tl.load(owners + block)
     if expert < 0:
         return
-    pair = tl.load(pairs + block * M + tl.arange(0, M))
+    pair = tl.load(pairs + block * FORM.BM + tl.arange(0, FORM.BM))
     real = pair < num_pairs
-    rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    n, lanes = tile * N + tl.arange(0, N), tl.arange(0, K)
-    base = w + expert.to(tl.int64) * 2 * inner * depth
-    gate, up = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
-    for start in range(0, depth, K):
+    rows = x.data + (pair // FORM.divisor).to(tl.int64)[:, None] * x.stride
+    n, lanes = tile * FORM.BN + tl.arange(0, FORM.BN), tl.arange(0, FORM.BK)
+    matrices: tl.constexpr = 2 if FORM.gate > 0 else 1
+    base = w + expert.to(tl.int64) * matrices * N * depth
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    total = tl.zeros([BM, BN], tl.float32)
+    up = total
+    for start in range(0, depth, FORM.BK):
         k = start + lanes
-        mask = real[:, None] if EVEN else real[:, None] & (k < depth)[None, :]
+        mask = real[:, None] if FORM.even else real[:, None] & (k < depth)[None, :]
         values = tl.load(rows + k[None, :], mask, other=0.0).to(w.dtype.element_ty)
-        gate = tl.dot(values, _load_weight(base, n, k, inner, depth, depth, EVEN), gate, input_precision="ieee")
-        w_up = _load_weight(base + inner.to(tl.int64) * depth, n, k, inner, depth, depth, EVEN)
-        up = tl.dot(values, w_up, up, input_precision="ieee")
-    inside = n < inner
-    if BIASED:
-        own = bias + expert * 2 * inner + n
-        gate += tl.load(own, inside, other=0.0)[None, :]
-        up += tl.load(own + inner, inside, other=0.0)[None, :]
-    result = gate_and_multiply(gate, up, KIND).to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * inner + n[None, :], result, real[:, None] & inside[None, :])
+        total = tl.dot(values, _load_weight(base, n, k, N, depth, FORM.even), total, input_precision="ieee")
+        if FORM.gate > 0:
+            w_up = _load_weight(base + N.to(tl.int64) * depth, n, k, N, depth, FORM.even)
+            up = tl.dot(values, w_up, up, input_precision="ieee")
+    inside = n < N
+    if bias is not None:
+        own = bias + expert * matrices * N + n
+        total += tl.load(own, inside, other=0.0)[None, :]
+        if FORM.gate > 0:
+            up += tl.load(own + N, inside, other=0.0)[None, :]
+    if FORM.gate > 0:
+        total = gate_and_multiply(total, up, FORM.gate)
+    at = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), real[:, None] & inside[None, :])
+
+
+@triton.jit
+def _products(x, row, expert, w, own, K, inputs, factor, FORM: tl.constexpr):
+    """Return float32 [BN, BM]: rows `own` of the stack times rows of x, with scales and bias."""
+    order = w.order + expert * inputs if w.order is not None else None
+    table = w.table + expert * 16 if w.table is not None else None
+    acc = multiply_tile(x.data, row.to(tl.int64) * x.row, order, w, table, own, K, inputs, FORM)
+    result = acc.to(tl.float32) * factor
+    if w.row_scales is not None:
+        result *= tl.load(w.row_scales + own)[:, None]
+    if w.bias is not None:
+        result += tl.load(w.bias + own)[:, None]
+    return result
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _down_blocks(
-    h, w, bias, pairs, owners, out, num_pairs, num_blocks, width, depth,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """out[pair] = down(h[pair]) for the pairs of a block; w is [E, width, depth]."""
-    block, tile = _tile(tl.program_id(0), num_blocks, tl.cdiv(width, N), TOGETHER)
-    expert = tl.load(owners + block)
+def coded_kernel(
+    x, w, blocks, out, num_pairs, num_blocks, N, K, inputs, GATE: tl.constexpr, TOP_K: tl.constexpr, FORM: tl.constexpr
+):
+    """out[pair] = w[expert] @ x[pair // TOP_K] for pairs of a block; with GATE, w has 2 N rows, gate's and up's.
+
+    x: `Inputs` of K elements a row. w: `Weight` of all experts, of `inputs` columns. blocks: pairs, owners.
+    """
+    block, tile = grouped_tile(tl.program_id(0), num_blocks, tl.cdiv(N, FORM.BN), FORM.GROUP)
+    pairs, owners = blocks
+    expert = tl.load(owners + block).to(tl.int64)
     if expert < 0:
         return
-    pair = tl.load(pairs + block * M + tl.arange(0, M))
-    real = pair < num_pairs
-    rows = h + pair.to(tl.int64)[:, None] * depth
-    n, lanes = tile * N + tl.arange(0, N), tl.arange(0, K)
-    base = w + expert.to(tl.int64) * width * depth
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, depth, K):
-        k = start + lanes
-        mask = real[:, None] if EVEN else real[:, None] & (k < depth)[None, :]
-        values = tl.load(rows + k[None, :], mask, other=0.0)
-        total = tl.dot(values, _load_weight(base, n, k, width, depth, depth, EVEN), total, input_precision="ieee")
-    inside = n < width
-    if BIASED:
-        total += tl.load(bias + expert * width + n, inside, other=0.0)[None, :]
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * width + n[None, :], result, real[:, None] & inside[None, :])
-
-
-def gated(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    blocks: Blocks,
-    top_k: int,
-    kind: int,
-    tiles: KernelConfig,
-) -> torch.Tensor:
-    """Return act(gate) * up of each pair, [T * top_k, I]: x [T, H], w [E, 2 * I, H], bias [E, 2 * I] or None."""
-    pairs, inner, depth = x.shape[0] * top_k, w.shape[1] // 2, w.shape[2]
-    out = torch.empty((pairs, inner), dtype=w.dtype, device=x.device)
-    n, k = tiles["n"], tiles["k"]
-    num_blocks = blocks.experts.shape[0]
-    _gated_blocks[(num_blocks * triton.cdiv(inner, n),)](
-        x, x.stride(0), w, bias, blocks.pairs, blocks.experts, out, pairs, num_blocks, inner, depth, TOP_K=top_k,
-        KIND=kind, BIASED=bias is not None, EVEN=inner % n == 0 and depth % k == 0, M=blocks.size, N=n, K=k,
-        TOGETHER=TOGETHER, num_warps=tiles["warps"], num_stages=tiles["stages"],
-    )  # fmt: skip
-    return out
-
-
-def down(
-    h: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, tiles: KernelConfig
-) -> torch.Tensor:
-    """Return each pair's h [T * k, I] times its expert's matrix, [T * k, H]: w [E, H, I], bias [E, H] or None."""
-    pairs, width, depth = h.shape[0], w.shape[1], w.shape[2]
-    out = torch.empty((pairs, width), dtype=w.dtype, device=h.device)
-    n, k = tiles["n"], tiles["k"]
-    num_blocks = blocks.experts.shape[0]
-    _down_blocks[(num_blocks * triton.cdiv(width, n),)](
-        h, w, bias, blocks.pairs, blocks.experts, out, pairs, num_blocks, width, depth, BIASED=bias is not None,
-        EVEN=width % n == 0 and depth % k == 0, M=blocks.size, N=n, K=k, TOGETHER=TOGETHER,
-        num_warps=tiles["warps"], num_stages=tiles["stages"],
-    )  # fmt: skip
-    return out
+    matrices: tl.constexpr = 2 if GATE > 0 else 1
+    n = tile * FORM.BN + tl.arange(0, FORM.BN)
+    own = expert * matrices * N + tl.minimum(n, N - 1)
+    pair = tl.load(pairs + block * FORM.BM + tl.arange(0, FORM.BM))
+    row = tl.minimum(pair, num_pairs - 1) // TOP_K
+    factor = tl.load(x.scales + row)[None, :] if x.scales is not None else 1.0
+    result = _products(x, row, expert, w, own, K, inputs, factor, FORM)
+    if GATE > 0:
+        up = _products(x, row, expert, w, own + N, K, inputs, factor, FORM)
+        result = gate_and_multiply(result, up, GATE)
+    where = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(where, tl.trans(result).to(out.dtype.element_ty), (pair < num_pairs)[:, None] & (n < N)[None, :])

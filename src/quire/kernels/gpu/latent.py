@@ -12,7 +12,7 @@ Which caches are attended here is decided in `attention.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,31 +20,51 @@ import triton.language as tl
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.attention_kernels import batch_of
 from quire.kernels.gpu.cache import KVCache
+from quire.kernels.gpu.kernel_args import power_of_two, rows_of
 from quire.kernels.gpu.tuned_configs import KernelConfig
 
 NEG_INF = tl.constexpr(float("-inf"))
+JOINED_AT_ONCE = tl.constexpr(8)  # pieces that the joining kernel loads together
+
+
+class Latent(NamedTuple):
+    """What kernels are compiled for.
+
+    single: every sequence has one token. value_size, rope_size: elements of a vector that are keys and values, and
+    those behind, which are keys only; `padded` and `rope_padded` to powers of two. block_size: of the cache.
+    BM, BN: rows of a tile and keys of a block. SB: sequences, padded. stages: of the loop over keys.
+    """
+
+    single: bool
+    value_size: int
+    rope_size: int
+    padded: int
+    rope_padded: int
+    block_size: int
+    BM: int
+    BN: int
+    SB: int
+    stages: int
 
 
 @triton.jit(do_not_specialize=["num_sequences", "target"])
-def plan_kernel(
-    starts, seq_lens, plan, num_sequences, heads, target, least,
-    SINGLE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
+def plan_kernel(batch, plan, num_sequences, heads, target, least, SPLIT: tl.constexpr, FORM: tl.constexpr):
     """Share the keys out: one program for all sequences.
 
     plan int32 [3 * SB + 1]: of every sequence, and those before it, the pieces, the tiles that have several pieces, and
     the pieces of such tiles; then the number of blocks of BN keys of a piece, so that there are about `target` pieces.
     """
-    at = tl.arange(0, SB)
+    at = tl.arange(0, FORM.SB)
     valid = at < num_sequences
-    keys = tl.load(seq_lens + at, mask=valid, other=0)
-    if SINGLE:
+    keys = tl.load(batch.seq_lens + at, mask=valid, other=0)
+    if FORM.single:
         tokens = valid.to(tl.int32)
     else:
-        tokens = tl.load(starts + at + 1, mask=valid, other=0) - tl.load(starts + at, mask=valid, other=0)
-    tiles = tl.where(keys > 0, (tokens * heads + BM - 1) // BM, 0)
-    blocks = (keys + BN - 1) // BN
+        tokens = tl.load(batch.cu + at + 1, mask=valid, other=0) - tl.load(batch.cu + at, mask=valid, other=0)
+    tiles = tl.where(keys > 0, (tokens * heads + FORM.BM - 1) // FORM.BM, 0)
+    blocks = (keys + FORM.BN - 1) // FORM.BN
     share = 1 << 30
     if SPLIT:
         work = tl.sum(tiles.to(tl.int64) * blocks, 0)
@@ -52,174 +72,179 @@ def plan_kernel(
     parts = (blocks + share - 1) // share
     several = parts > 1
     tl.store(plan + at, tl.cumsum(tiles * parts, 0))
-    tl.store(plan + SB + at, tl.cumsum(tl.where(several, tiles, 0), 0))
-    tl.store(plan + 2 * SB + at, tl.cumsum(tl.where(several, tiles * parts, 0), 0))
-    tl.store(plan + 3 * SB, share)
+    tl.store(plan + FORM.SB + at, tl.cumsum(tl.where(several, tiles, 0), 0))
+    tl.store(plan + 2 * FORM.SB + at, tl.cumsum(tl.where(several, tiles * parts, 0), 0))
+    tl.store(plan + 3 * FORM.SB, share)
 
 
 @triton.jit
-def owner_of(ends, number, SB: tl.constexpr):
-    """Return whose the thing of this number is, and how many the sequences before have; `ends` are running sums."""
-    all_ends = tl.load(ends + tl.arange(0, SB))
+def owner_of(ends, number, FORM: tl.constexpr):
+    """Return the sequence that has item `number`, and how many the sequences before have; `ends` are running sums."""
+    all_ends = tl.load(ends + tl.arange(0, FORM.SB))
     before = all_ends <= number
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, all_ends, 0), 0)
 
 
 @triton.jit
-def attend(
-    q_value, q_more, data, scales, table, block_stride, low, high, sees, scale_log2,
-    SCALED: tl.constexpr, R: tl.constexpr, P: tl.constexpr, RB: tl.constexpr, PB: tl.constexpr, BS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def rows_of_sequence(batch, s, FORM: tl.constexpr):
+    """Return the first row of a sequence, and its tokens."""
+    first_row, tokens = s, 1
+    if not FORM.single:
+        first_row = tl.load(batch.cu + s)
+        tokens = tl.load(batch.cu + s + 1) - first_row
+    return first_row, tokens
+
+
+@triton.jit
+def slots_before(plan, s, FORM: tl.constexpr):
+    """Return how many pieces of tiles with several the sequences before have."""
+    slots = 0
+    if s > 0:
+        slots = tl.load(plan + 2 * FORM.SB + s - 1)
+    return slots
+
+
+@triton.jit
+def attend(q_value, q_rest, cache, table, block_stride, low, high, sees, scale_log2, FORM: tl.constexpr):
     """Attend to the keys low : high of the sequence of this block table, of which each row sees the first `sees`.
 
-    Return values [BM, RB], normalized, and of each row the largest logit, to base 2, and the sum relative to it.
+    Return values [BM, padded], normalized, and of each row the largest logit, to base 2, and the sum relative to it.
     """
-    columns, more = tl.arange(0, RB), tl.arange(0, PB)
+    data, scales = cache
+    BM: tl.constexpr = FORM.BM
+    PADDED: tl.constexpr = FORM.padded
+    columns, more = tl.arange(0, FORM.padded), tl.arange(0, FORM.rope_padded)
     most = tl.full([BM], NEG_INF, tl.float32)
     total = tl.zeros([BM], tl.float32)
-    sums = tl.zeros([BM, RB], tl.float32)
-    for begin in tl.range(low, high, BN, num_stages=STAGES):
-        at = begin + tl.arange(0, BN)
-        there = at < high
-        blocks = tl.load(table + at // BS, mask=there, other=0).to(tl.int64)
-        places = data + blocks * block_stride + (at % BS) * (R + P)
-        value = tl.load(places[:, None] + columns[None, :], mask=there[:, None] & (columns < R)[None, :], other=0.0)
+    sums = tl.zeros([BM, PADDED], tl.float32)
+    for begin in tl.range(low, high, FORM.BN, num_stages=FORM.stages):
+        at = begin + tl.arange(0, FORM.BN)
+        live = at < high
+        blocks = tl.load(table + at // FORM.block_size, mask=live, other=0).to(tl.int64)
+        places = (data + blocks * block_stride + (at % FORM.block_size) * (FORM.value_size + FORM.rope_size))[:, None]
+        value = tl.load(places + columns[None, :], mask=live[:, None] & (columns < FORM.value_size)[None, :], other=0.0)
         value = value.to(q_value.dtype)
-        logits = tl.dot(q_value, tl.trans(value), input_precision=PRECISION)
-        if P > 0:
-            key = tl.load(places[:, None] + (R + more)[None, :], mask=there[:, None] & (more < P)[None, :], other=0.0)
-            logits = tl.dot(q_more, tl.trans(key.to(q_value.dtype)), logits, input_precision=PRECISION)
-        if SCALED:
-            factors = tl.load(scales + blocks * BS + at % BS, mask=there, other=0)
+        logits = tl.dot(q_value, tl.trans(value), input_precision="ieee")
+        if FORM.rope_size > 0:
+            key_mask = live[:, None] & (more < FORM.rope_size)[None, :]
+            key = tl.load(places + (FORM.value_size + more)[None, :], mask=key_mask, other=0.0)
+            logits = tl.dot(q_rest, tl.trans(key.to(q_value.dtype)), logits, input_precision="ieee")
+        if scales is not None:
+            factors = tl.load(scales + blocks * FORM.block_size + at % FORM.block_size, mask=live, other=0)
             logits *= factors[None, :]
         logits = tl.where(at[None, :] < tl.minimum(sees, high)[:, None], logits * scale_log2, NEG_INF)
         larger = tl.maximum(most, tl.max(logits, 1))
         shift = tl.where(larger == NEG_INF, 0.0, larger)
         weights = tl.exp2(logits - shift[:, None])
-        fade = tl.exp2(most - shift)
-        total = total * fade + tl.sum(weights, 1)
-        if SCALED:
+        decay = tl.exp2(most - shift)
+        total = total * decay + tl.sum(weights, 1)
+        if scales is not None:
             weights *= factors[None, :]
-        sums = tl.dot(weights.to(q_value.dtype), value, sums * fade[:, None], input_precision=PRECISION)
+        sums = tl.dot(weights.to(q_value.dtype), value, sums * decay[:, None], input_precision="ieee")
         most = larger
     return sums / tl.where(total > 0, total, 1.0)[:, None], most, total
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def latent_attention_kernel(
-    q, data, scales, out, parts, logs, tables, starts, seq_lens, plan,
-    q_stride, table_stride, block_stride, num_sequences, heads, scale_log2,
-    SINGLE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    RB: tl.constexpr, PB: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SB: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute one piece. q [T, heads * (R + P)], data [B, BS, R + P], out [T, heads * R]; RB, PB are R, P padded."""
+    q, cache, out, workspace, batch, plan, strides, num_sequences, heads, scale_log2, FORM: tl.constexpr
+):
+    """Compute one piece. q: `Rows` [T, heads * (value_size + rope_size)], out [T, heads * value_size].
+
+    cache: data [B, bs, value_size + rope_size], scales or None. workspace: partial results [slots, BM, value_size] and
+    their logarithms [slots, BM], or None where no tile has several pieces. strides: of block tables, and of blocks.
+    """
+    SPLIT: tl.constexpr = workspace is not None
+    table_stride, block_stride = strides
     piece = tl.program_id(0)
-    s, before = owner_of(plan, piece, SB)
+    s, before = owner_of(plan, piece, FORM)
     if s >= num_sequences:
         return
-    keys = tl.load(seq_lens + s)
-    first_row, tokens = s, 1
-    if not SINGLE:
-        first_row = tl.load(starts + s)
-        tokens = tl.load(starts + s + 1) - first_row
-    tiles = (tokens * heads + BM - 1) // BM
+    keys = tl.load(batch.seq_lens + s)
+    first_row, tokens = rows_of_sequence(batch, s, FORM)
+    tiles = (tokens * heads + FORM.BM - 1) // FORM.BM
     tile, part = (piece - before) % tiles, (piece - before) // tiles  # neighbours read the same keys
-    rows = tile * BM + tl.arange(0, BM)
-    valid = rows < tokens * heads
+    rows = tile * FORM.BM + tl.arange(0, FORM.BM)
+    valid = (rows < tokens * heads)[:, None]
     token, head = rows // heads, rows % heads
     sees = keys - tokens + token + 1  # how many keys a row sees
-    low, high = 0, keys - tokens + tl.minimum((tile * BM + BM - 1) // heads, tokens - 1) + 1
+    low, high = 0, keys - tokens + tl.minimum((tile * FORM.BM + FORM.BM - 1) // heads, tokens - 1) + 1
     if SPLIT:
-        share = tl.load(plan + 3 * SB) * BN
+        share = tl.load(plan + 3 * FORM.SB) * FORM.BN
         low, high = part * share, tl.minimum(high, (part + 1) * share)
 
-    columns, more = tl.arange(0, RB), tl.arange(0, PB)
-    q_rows = q + (first_row + token).to(tl.int64) * q_stride + head * (R + P)
-    q_value = tl.load(q_rows[:, None] + columns[None, :], mask=valid[:, None] & (columns < R)[None, :], other=0)
-    q_more = q_value
-    if P > 0:
-        q_more = tl.load(q_rows[:, None] + (R + more)[None, :], mask=valid[:, None] & (more < P)[None, :], other=0)
-    table = tables + s.to(tl.int64) * table_stride
-    sums, most, total = attend(
-        q_value, q_more, data, scales, table, block_stride, low, high, sees, scale_log2,
-        SCALED, R, P, RB, PB, BS, BM, BN, PRECISION, STAGES,
-    )  # fmt: skip
+    columns, more = tl.arange(0, FORM.padded), tl.arange(0, FORM.rope_padded)
+    inside = (columns < FORM.value_size)[None, :]
+    q_rows = q.data + ((first_row + token).to(tl.int64) * q.stride + head * (FORM.value_size + FORM.rope_size))[:, None]
+    q_value = tl.load(q_rows + columns[None, :], mask=valid & inside, other=0)
+    q_rest = q_value
+    if FORM.rope_size > 0:
+        q_rest = tl.load(
+            q_rows + (FORM.value_size + more)[None, :], mask=valid & (more < FORM.rope_size)[None, :], other=0
+        )
+    table = batch.tables + s.to(tl.int64) * table_stride
+    sums, most, total = attend(q_value, q_rest, cache, table, block_stride, low, high, sees, scale_log2, FORM)
 
     if SPLIT:  # noqa: SIM102, known when compiled, unlike the next
-        if (keys + BN - 1) // BN > tl.load(plan + 3 * SB):
+        if (keys + FORM.BN - 1) // FORM.BN > tl.load(plan + 3 * FORM.SB):
             # Its tile has several pieces: all of those before in the same tile, in other tiles and sequences count.
-            slots = 0
-            if s > 0:
-                slots = tl.load(plan + 2 * SB + s - 1)
-            slot = slots + (piece - before)
-            lines = slot.to(tl.int64) * BM + tl.arange(0, BM)
-            tl.store(parts + lines[:, None] * R + columns[None, :], sums, mask=(columns < R)[None, :])
-            tl.store(logs + lines, most + tl.log2(tl.where(total > 0, total, 1.0)))
+            slot = slots_before(plan, s, FORM) + (piece - before)
+            lines = slot.to(tl.int64) * FORM.BM + tl.arange(0, FORM.BM)
+            tl.store(workspace[0] + lines[:, None] * FORM.value_size + columns[None, :], sums, mask=inside)
+            tl.store(workspace[1] + lines, most + tl.log2(tl.where(total > 0, total, 1.0)))
             return
-    out_rows = out + (first_row + token).to(tl.int64) * heads * R + head * R
-    made = sums.to(out.dtype.element_ty)
-    tl.store(out_rows[:, None] + columns[None, :], made, mask=valid[:, None] & (columns < R)[None, :])
+    out_rows = out + (first_row + token).to(tl.int64) * heads * FORM.value_size + head * FORM.value_size
+    tl.store(out_rows[:, None] + columns[None, :], sums.to(out.dtype.element_ty), mask=valid & inside)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def join_kernel(
-    parts, logs, out, starts, seq_lens, plan, num_sequences, heads,
-    SINGLE: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SB: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
+def join_kernel(out, workspace, batch, plan, num_sequences, heads, FORM: tl.constexpr):
     """Join the parts of one row of a tile that has several pieces: program (tile, row)."""
+    parts, logs = workspace
     number, line = tl.program_id(0), tl.program_id(1)
-    s, before = owner_of(plan + SB, number, SB)
+    s, before = owner_of(plan + FORM.SB, number, FORM)
     if s >= num_sequences:
         return
-    first_row, tokens = s, 1
-    if not SINGLE:
-        first_row = tl.load(starts + s)
-        tokens = tl.load(starts + s + 1) - first_row
-    tiles = (tokens * heads + BM - 1) // BM
-    row = (number - before) * BM + line
+    first_row, tokens = rows_of_sequence(batch, s, FORM)
+    tiles = (tokens * heads + FORM.BM - 1) // FORM.BM
+    row = (number - before) * FORM.BM + line
     if row >= tokens * heads:
         return
-    share = tl.load(plan + 3 * SB)
-    count = ((tl.load(seq_lens + s) + BN - 1) // BN + share - 1) // share
-    slots = 0
-    if s > 0:
-        slots = tl.load(plan + 2 * SB + s - 1)
-    columns = tl.arange(0, RB)
+    share = tl.load(plan + 3 * FORM.SB)
+    count = ((tl.load(batch.seq_lens + s) + FORM.BN - 1) // FORM.BN + share - 1) // share
+    slots = slots_before(plan, s, FORM)
+    PADDED: tl.constexpr = FORM.padded
+    columns = tl.arange(0, FORM.padded)
     most = tl.full([1], NEG_INF, tl.float32)
     total = tl.zeros([1], tl.float32)
-    sums = tl.zeros([RB], tl.float32)
-    for begin in range(0, count, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        lines = (slots + part * tiles + number - before).to(tl.int64) * BM + line
+    sums = tl.zeros([PADDED], tl.float32)
+    for begin in range(0, count, JOINED_AT_ONCE):
+        part = begin + tl.arange(0, JOINED_AT_ONCE)
+        lines = (slots + part * tiles + number - before).to(tl.int64) * FORM.BM + line
         log = tl.load(logs + lines, mask=part < count, other=NEG_INF)
         larger = tl.maximum(most, tl.max(log, 0))
         shift = tl.where(larger == NEG_INF, 0.0, larger)
-        weights, fade = tl.exp2(log - shift), tl.exp2(most - shift)
-        inside = (part < count)[:, None] & (columns < R)[None, :]
-        values = tl.load(parts + lines[:, None] * R + columns[None, :], mask=inside, other=0)
-        sums = sums * fade + tl.sum(values * weights[:, None], 0)
-        total = total * fade + tl.sum(weights, 0)
+        weights, decay = tl.exp2(log - shift), tl.exp2(most - shift)
+        inside = (part < count)[:, None] & (columns < FORM.value_size)[None, :]
+        values = tl.load(parts + lines[:, None] * FORM.value_size + columns[None, :], mask=inside, other=0)
+        sums = sums * decay + tl.sum(values * weights[:, None], 0)
+        total = total * decay + tl.sum(weights, 0)
         most = larger
-    target = out + ((first_row + row // heads).to(tl.int64) * heads + row % heads) * R + columns
-    tl.store(target, (sums / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=columns < R)
+    target = out + ((first_row + row // heads).to(tl.int64) * heads + row % heads) * FORM.value_size + columns
+    tl.store(target, (sums / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=columns < FORM.value_size)
 
 
 SEQUENCES = 256  # that a plan has room for at least, so that no kernel is compiled for each number of them
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """How the rows and keys of a step are shared out, see `plan_kernel`.
 
-    shares: int32 on the device. padded: sequences, rounded up to a power of two. pieces, tiles, slots: the most there
-    can be of pieces, of tiles that have several pieces, and of pieces of such.
+    shares: int32 on the device. pieces, tiles, slots: the most there can be of pieces, of tiles that have several
+    pieces, and of pieces of such.
     """
 
     shares: torch.Tensor
-    padded: int
     pieces: int
     tiles: int
     slots: int
@@ -251,30 +276,22 @@ def _choice(backend: ArrayOps, params: AttentionParams, single: bool, scaled: bo
 
 
 def _plan(
-    backend: ArrayOps, tokens: int, metadata: AttentionMetadata, params: AttentionParams, choice: KernelConfig
+    backend: ArrayOps, tokens: int, heads: int, metadata: AttentionMetadata, choice: KernelConfig, form: Latent
 ) -> _Plan:
     """Return the plan of a step for layers of this kind; it is computed once, on the device."""
-    key = "latent", params.num_heads, choice["rows"], choice["keys"]
+    key = "latent", heads, form.BM, form.BN
     found = metadata.plans.get(key)
     if found is not None:
         return found
-    sequences, heads, rows = metadata.seq_lens.shape[0], params.num_heads, choice["rows"]
-    most_tiles = (
-        sequences * triton.cdiv(heads, rows) if metadata.single else triton.cdiv(tokens * heads, rows) + sequences
-    )
+    sequences, rows = metadata.seq_lens.shape[0], form.BM
+    most_tiles = sequences * -(-heads // rows) if form.single else -(-tokens * heads // rows) + sequences
     target = backend.num_sms * choice["waves"]
     # With as many tiles as programs there is nothing to gain; and results must not depend on the batch if so asked.
     split = not backend.batch_invariant and most_tiles < 4 * target
-    padded = max(SEQUENCES, triton.next_power_of_2(sequences))
-    shares = torch.empty(3 * padded + 1, dtype=torch.int32, device=metadata.seq_lens.device)
-    plan_kernel[(1,)](
-        metadata.cu_query_lens, metadata.seq_lens, shares, sequences, heads, target, choice["least"],
-        SINGLE=metadata.single, SPLIT=split, BM=rows, BN=choice["keys"], SB=padded,
-    )  # fmt: skip
+    shares = torch.empty(3 * form.SB + 1, dtype=torch.int32, device=metadata.seq_lens.device)
+    plan_kernel[(1,)](batch_of(metadata), shares, sequences, heads, target, choice["least"], SPLIT=split, FORM=form)
     # A tile with several pieces has at least one whole share of the keys, so that these are at most twice the target.
-    plan = _Plan(
-        shares, padded, most_tiles + (target if split else 0), target if split else 0, 2 * target if split else 0
-    )
+    plan = _Plan(shares, most_tiles + target, target, 2 * target) if split else _Plan(shares, most_tiles, 0, 0)
     metadata.plans[key] = plan
     return plan
 
@@ -297,24 +314,21 @@ def latent_attention(
     if q.dtype != backend.act or q.stride(1) != 1:
         q = q.to(backend.act).contiguous()
     choice = _choice(backend, params, metadata.single, cache.scales is not None)
-    plan = _plan(backend, tokens, metadata, params, choice)
-    data, rows = cache.data, choice["rows"]
-    block_size, split = data.shape[3], plan.slots > 0
-    parts = torch.empty((plan.slots, rows, value), dtype=torch.float32, device=q.device) if split else out
-    logs = torch.empty((plan.slots, rows), dtype=torch.float32, device=q.device) if split else out
-    padded = max(16, triton.next_power_of_2(value))
+    sequences, rest = metadata.seq_lens.shape[0], size - value
+    padded, padded_rest = max(16, power_of_two(value)), max(16, power_of_two(rest))
+    sizes = value, rest, padded, padded_rest, cache.block_size, choice["rows"], choice["keys"]
+    form = Latent(metadata.single, *sizes, max(SEQUENCES, power_of_two(sequences)), choice["stages"])
+    plan = _plan(backend, tokens, heads, metadata, choice, form)
+    workspace = None
+    if plan.slots:
+        parts = torch.empty((plan.slots, form.BM, value), dtype=torch.float32, device=q.device)
+        workspace = parts, torch.empty((plan.slots, form.BM), dtype=torch.float32, device=q.device)
+    step = workspace, batch_of(metadata), plan.shares
+    strides, scale = (metadata.block_tables.stride(0), cache.data.stride(0)), params.scale * math.log2(math.e)
+    source, num_warps = (cache.data, cache.scales), choice["warps"]
     latent_attention_kernel[(plan.pieces,)](
-        q, data, cache.scales_or_data, out, parts, logs,
-        metadata.block_tables, metadata.cu_query_lens, metadata.seq_lens, plan.shares,
-        q.stride(0), metadata.block_tables.stride(0), data.stride(0), metadata.seq_lens.shape[0], heads,
-        params.scale * math.log2(math.e),
-        SINGLE=metadata.single, SPLIT=split, SCALED=cache.scales is not None, R=value, P=size - value, RB=padded,
-        PB=max(16, triton.next_power_of_2(size - value)), BS=block_size, BM=rows, BN=choice["keys"], SB=plan.padded,
-        PRECISION="ieee", STAGES=choice["stages"], num_warps=choice["warps"],
-    )  # fmt: skip
-    if split:
-        join_kernel[(plan.tiles, rows)](
-            parts, logs, out, metadata.cu_query_lens, metadata.seq_lens, plan.shares, metadata.seq_lens.shape[0], heads,
-            SINGLE=metadata.single, R=value, RB=padded, BM=rows, BN=choice["keys"], SB=plan.padded, AT_ONCE=8,
-        )  # fmt: skip
+        rows_of(q), source, out, *step, strides, sequences, heads, scale, FORM=form, num_warps=num_warps
+    )
+    if workspace is not None:
+        join_kernel[(plan.tiles, form.BM)](out, *step, sequences, heads, FORM=form)
     return out

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.gpu.activations import activation_number, gate_and_multiply
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.gemm_kernels import gemm_kernel
-from quire.kernels.gpu.gemv_kernels import gemv_kernel
-from quire.kernels.gpu.linear_codes import KINDS, rows_kernel
+from quire.kernels.gpu.gemm_kernels import Gemm, gemm_kernel
+from quire.kernels.gpu.gemv_kernels import Gemv, gemv_kernel
+from quire.kernels.gpu.kernel_args import Rows, power_of_two, rows_of
+from quire.kernels.gpu.linear_codes import KINDS, Inputs, rows_kernel
 from quire.kernels.gpu.linear_weights import GPULinear, Staging, pack_floats, pack_quantized, pack_stored
 from quire.kernels.gpu.pdl import launch_dependents, prefetch_pieces, wait_for_dependencies
 from quire.kernels.gpu.probe import interpreted
@@ -38,20 +39,15 @@ ROW_BLOCK, GATE_BLOCK = 1024, 1024  # columns that one program of a row-wise ker
 
 
 @triton.jit
-def gate_kernel(x, out, width, x_row, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gate_kernel(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t, i] = act(x[t, i]) * x[t, width + i]. Bound by bandwidth."""
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x + t * x_row + i, mask=i < width, other=0).to(tl.float32)
-    up = tl.load(x + t * x_row + width + i, mask=i < width, other=0).to(tl.float32)
+    gate = tl.load(x.data + t * x.stride + i, mask=i < width, other=0).to(tl.float32)
+    up = tl.load(x.data + t * x.stride + width + i, mask=i < width, other=0).to(tl.float32)
     tl.store(out + t * width + i, gate_and_multiply(gate, up, KIND).to(out.dtype.element_ty), mask=i < width)
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
@@ -62,6 +58,11 @@ def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
 def gemm_key(weight: GPULinear, rows: int, *, invariant: bool) -> str:
     """Return what the choice of a tile is stored under; `rows` is one of TILE_ROWS."""
     return f"{weight.kind}:{rows}:{weight.outputs}x{weight.inputs}{':invariant' if invariant else ''}"
+
+
+def launch_options(choice: KernelConfig) -> dict[str, int]:
+    """Return what of a choice is no tile, but said to Triton."""
+    return {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
 
 
 class LinearOps(ArrayOps):
@@ -129,14 +130,11 @@ class LinearOps(ArrayOps):
         out = torch.empty((ids.shape[0], weight.inputs), dtype=self.act, device=self.device)
         if ids.shape[0]:
             assert weight.order is None, "a table's columns are in their order"
-            data, groups = weight.data, weight.group_scales
-            rows_kernel[(ids.shape[0], -(-weight.inputs // ROW_BLOCK))](
-                ids, data, data if weight.row_scales is None else weight.row_scales, data if groups is None else groups,
-                data if weight.zeros is None else weight.zeros, data if weight.table is None else weight.table,
-                out, weight.inputs, data.stride(0), 0 if groups is None else groups.stride(0),
-                KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
-                ROW_SCALED=weight.row_scales is not None, NATIVE=self._native, BLOCK=ROW_BLOCK,
-            )  # fmt: skip
+            grid = ids.shape[0], -(-weight.inputs // ROW_BLOCK)
+            kind, group = KINDS[weight.kind], weight.group
+            rows_kernel[grid](
+                ids, weight.tensors(), out, weight.inputs, KIND=kind, G=group, NATIVE=self._native, BLOCK=ROW_BLOCK
+            )
         return out
 
     def linear(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
@@ -157,7 +155,7 @@ class LinearOps(ArrayOps):
         if rows:
             block = min(GATE_BLOCK, power_of_two(width))
             gate_kernel[(rows, -(-width // block))](
-                x, out, width, x.stride(0), KIND=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
+                rows_of(x), out, width, KIND=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
             )
         return out
 
@@ -269,31 +267,24 @@ class LinearOps(ArrayOps):
         self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor, gate: int
     ) -> None:
         """Launch `gemv_kernel` for x, which is rounded if there are scales."""
-        data, width = weight.data, out.shape[1]
-        launches, form = self._launches(weight), ("gemv", gate > 0, x.shape[0])
-        choice = launches.get(form)
-        if choice is None:
-            choice = launches[form] = self._gemv_choice(weight, x.shape[0], gate > 0)
-        groups = weight.group_scales
-        gemv_kernel[(-(-width // choice["BN"]),)](
-            x, data, data if scales is None else scales, data if weight.row_scales is None else weight.row_scales,
-            data if groups is None else groups, data if weight.zeros is None else weight.zeros,
-            data if weight.table is None else weight.table, data if weight.bias is None else weight.bias, out,
-            width, x.shape[1], x.stride(0), data.stride(0), 0 if groups is None else groups.stride(0), out.stride(0),
-            ROWS=x.shape[0], KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
-            HAS_BIAS=weight.bias is not None, X_SCALED=scales is not None, X_CODES=weight.rounds == "e4m3",
-            ROW_SCALED=weight.row_scales is not None, GATE=gate, NATIVE=self._native,
-            PDL=self.pdl, launch_pdl=self.pdl, **choice,
-        )  # fmt: skip
+        launches, key = self._launches(weight), ("gemv", gate, x.shape[0])
+        found = launches.get(key)
+        if found is None:
+            found = launches[key] = self._gemv_form(weight, x.shape[0], gate)
+        form, num_warps = found
+        inputs, sizes = Inputs(x, scales, x.stride(0)), (out.shape[1], x.shape[1])
+        grid, options = (-(-out.shape[1] // form.BN),), {"num_warps": num_warps, "launch_pdl": form.pdl}
+        gemv_kernel[grid](inputs, weight.tensors(), rows_of(out), *sizes, FORM=form, **options)
 
-    def _gemv_choice(self, weight: GPULinear, rows: int, gated: bool) -> dict[str, int]:
-        """Return the tile: as many chunks of 16 bytes as a row has, up to four warps of them, and few rows of it.
+    def _gemv_form(self, weight: GPULinear, rows: int, gate: int) -> tuple[Gemv, int]:
+        """Return what `gemv_kernel` is compiled for, and its warps.
 
+        A program reads as many chunks of 16 bytes as a row has, up to four warps of them, and few rows of the weight.
         Memory of 4.2 TB/s that answers after 0.7 us has 22 KB on their way for each of 132 multiprocessors. With 1024
         outputs there are but 8 programs of 128 threads on each: a thread then has two loads of 16 bytes at a time.
         """
         inputs = weight.depth if weight.rounds else weight.inputs
-        nibbles = weight.kind in NIBBLES
+        nibbles, gated = weight.kind in NIBBLES, gate > 0
         elements = 16 // weight.data.element_size()
         chunk = 2 * elements if nibbles else elements
         chunks = min(128, max(32, power_of_two(-(-inputs // chunk))))
@@ -308,35 +299,37 @@ class LinearOps(ArrayOps):
         default: KernelConfig = {"BN": each, "NCH": chunks, "num_warps": chunks // 32}
         if each == 1 and not gated and rows <= 2 and not nibbles and inputs >= 256 * chunk:
             default["NCH"] = 256
-        key = gemv_key(weight, rows, gated=gated)
-        choice = self.tuned_configs.get("gemv", key, default)
-        # An unmasked half of a chunk of nibbles must not pass the end either.
-        ahead = 0
+        choice = self.tuned_configs.get("gemv", gemv_key(weight, rows, gated=gated), default)
+        pieces = 0
         if self.pdl:
             rows_each = choice["BN"] * (2 if gated else 1)
             row_bytes = weight.data.stride(0) * weight.data.element_size()
-            ahead = prefetch_pieces(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
-        return {**choice, "EVEN": inputs % (choice["NCH"] * chunk) == 0, "V": elements, "PIECES": ahead}
+            pieces = prefetch_pieces(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
+        # An unmasked half of a chunk of nibbles must not pass the end either.
+        even, tile = inputs % (choice["NCH"] * chunk) == 0, (choice["BN"], choice["NCH"], elements)
+        kind, x_codes = KINDS[weight.kind], weight.rounds == "e4m3"
+        form = Gemv(rows, kind, weight.group, x_codes, gate, self._native, even, *tile, self.pdl, pieces)
+        return form, choice["num_warps"]
 
     def _gemm(self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor) -> None:
         """Launch `gemm_kernel` for x, which is rounded if there are scales."""
-        data, groups = weight.data, weight.group_scales
         rows = 64 if self.batch_invariant else next((m for m in TILE_ROWS if x.shape[0] <= m), TILE_ROWS[-1])
         launches = self._launches(weight)
-        choice = launches.get(rows)
-        if choice is None:
-            choice = launches[rows] = self._gemm_choice(weight, rows, x.shape[1])
-        tiles = -(-x.shape[0] // choice["BM"]) * -(-weight.outputs // choice["BN"])
-        gemm_kernel[(tiles, 1)](
-            x, data, data if scales is None else scales, data if weight.row_scales is None else weight.row_scales,
-            data if groups is None else groups, data if weight.zeros is None else weight.zeros,
-            data if weight.table is None else weight.table, data if weight.bias is None else weight.bias, out,
-            x.shape[0], weight.outputs, x.shape[1], x.stride(0), data.stride(0),
-            0 if groups is None else groups.stride(0), out.stride(0), 0, 0, 0,
-            KIND=KINDS[weight.kind], G=weight.group, HAS_ZEROS=weight.zeros is not None,
-            HAS_BIAS=weight.bias is not None, X_SCALED=scales is not None, X_CODES=weight.rounds == "e4m3",
-            ROW_SCALED=weight.row_scales is not None, NATIVE=self._native, ACT=TL_TYPES[self.act], **choice,
-        )  # fmt: skip
+        found = launches.get(rows)
+        if found is None:
+            choice = self._gemm_choice(weight, rows)
+            found = launches[rows] = self.gemm_form(weight, x.shape[1], choice), launch_options(choice)
+        form, options = found
+        tiles = -(-x.shape[0] // form.BM) * -(-weight.outputs // form.BN)
+        inputs, sizes = Inputs(x, scales, x.stride(0)), (x.shape[0], weight.outputs, x.shape[1])
+        gemm_kernel[(tiles, 1)](inputs, weight.tensors(), rows_of(out), *sizes, None, FORM=form, **options)
+
+    def gemm_form(self, weight: GPULinear, depth: int, choice: KernelConfig) -> Gemm:
+        """Return what products of rows of `depth` elements with a weight are compiled for."""
+        kind, x_codes, even = KINDS[weight.kind], weight.rounds == "e4m3", depth % choice["BK"] == 0
+        tile = choice["BM"], choice["BN"], choice["BK"], choice["GROUP"]
+        act = TL_TYPES[self.act]
+        return Gemm(kind, weight.group, x_codes, self._is_direct(weight), self._native, even, act, *tile)
 
     def _is_direct(self, weight: GPULinear) -> bool:
         """Whether both sides of a product are multiplied as they are stored."""
@@ -344,7 +337,7 @@ class LinearOps(ArrayOps):
             return weight.rounds == "int8" and weight.group == 0
         return weight.kind == "float" or (weight.rounds == "e4m3" and self._native and self._compiled)
 
-    def _gemm_choice(self, weight: GPULinear, rows: int, depth: int) -> dict[str, int]:
+    def _gemm_choice(self, weight: GPULinear, rows: int) -> KernelConfig:
         """Return the tile for so many rows of x: steps of 128 bytes of K, and the more rows the larger."""
         direct = self._is_direct(weight)
         size = weight.data.element_size() if direct else 2
@@ -364,9 +357,7 @@ class LinearOps(ArrayOps):
             default["num_stages"] *= 2 if rows <= 32 else 1
         elif self.batch_invariant and direct:
             default["BN"] = 128 if weight.outputs >= 64 * self.num_sms else 64
-        key = gemm_key(weight, rows, invariant=self.batch_invariant)
-        choice = self.tuned_configs.get("gemm", key, default)
-        return {**choice, "DIRECT": direct, "EVEN": depth % choice["BK"] == 0}
+        return self.tuned_configs.get("gemm", gemm_key(weight, rows, invariant=self.batch_invariant), default)
 
     def _gemm_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Launch `gemm_kernel` for one matrix for each head, tiles by the shape of the weight alone."""
@@ -374,10 +365,10 @@ class LinearOps(ArrayOps):
         inputs = weight.shape[2]
         default: KernelConfig = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}
         choice = self.tuned_configs.get("gemm_heads", f"{heads}x{outputs}x{inputs}", default)
-        tiles = -(-tokens // choice["BM"]) * -(-outputs // choice["BN"])
-        gemm_kernel[(tiles, heads)](
-            x, weight, weight, weight, weight, weight, weight, weight, out, tokens, outputs, inputs,
-            heads * x.stride(0), weight.stride(1), 0, heads * outputs, x.stride(0), weight.stride(0), outputs,
-            KIND=0, G=0, HAS_ZEROS=False, HAS_BIAS=False, X_SCALED=False, X_CODES=False, ROW_SCALED=False, DIRECT=True,
-            NATIVE=self._native, EVEN=inputs % choice["BK"] == 0, ACT=TL_TYPES[self.act], **choice,
-        )  # fmt: skip
+        whole = GPULinear("float", weight.view(heads * outputs, inputs), heads * outputs, inputs, inputs)
+        form = self.gemm_form(whole, inputs, choice)
+        rows, between = Inputs(x, None, heads * x.stride(0)), (x.stride(0), outputs, outputs)
+        sizes = tokens, outputs, inputs
+        gemm_kernel[(-(-tokens // form.BM) * -(-outputs // form.BN), heads)](
+            rows, whole.tensors(), Rows(out, heads * outputs), *sizes, between, form, **launch_options(choice)
+        )

@@ -18,6 +18,7 @@ import torch
 
 from quire.checkpoint.small_floats import NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, Integers, Layout, QuantizedTensor, Tensor
+from quire.kernels.gpu.linear_codes import Weight
 from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.reference.quantize import quantize_groups
 
@@ -151,6 +152,13 @@ class GPULinear:
     order: torch.Tensor | None = None
     table: torch.Tensor | None = None
     launches: dict[Any, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Weight:
+        """Return the weight as kernels take it."""
+        groups = self.group_scales
+        scales = self.row_scales, groups, self.zeros
+        group_row = 0 if groups is None else groups.stride(-2)
+        return Weight(self.data, *scales, self.table, self.bias, self.order, self.data.stride(-2), group_row)
 
     @property
     def nbytes(self) -> int:

@@ -96,11 +96,12 @@ def sum_parts(logits, stride, chosen, size, tops, sums, larger, PART: tl.constex
 
 
 @triton.jit(do_not_specialize=["k"])
-def join_sums(
-    logits, stride, chosen, keys, k, tops, sums, larger, pieces, out_ids, out_logprobs, out_ranks,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of a row; write what `TopLogprobs` has, of the chosen token and those of `keys` int64 [R, k]."""
+def join_sums(logits, stride, chosen, keys, k, found, pieces, out, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Join the parts of a row; write what `TopLogprobs` has, of the chosen token and those of `keys` int64 [R, k].
+
+    found: what `sum_parts` wrote. out: the three arrays of `TopLogprobs`.
+    """
+    tops, sums, larger = found
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     top = tl.load(tops + row * pieces + lanes, mask=lanes < pieces, other=float("-inf"))
     total = tl.load(sums + row * pieces + lanes, mask=lanes < pieces, other=0.0)
@@ -108,18 +109,18 @@ def join_sums(
     most = tl.max(top, axis=0)
     total *= tl.exp(top - tl.where(most == float("-inf"), 0.0, most))
     log = most + tl.log(tl.sum(total, axis=0))
-    tl.store(out_ranks + row, (1 + tl.sum(count, axis=0)).to(tl.int64))
+    ids, logprobs, ranks = out
+    tl.store(ranks + row, (1 + tl.sum(count, axis=0)).to(tl.int64))
     token, values, first = tl.load(chosen + row), logits + row * stride, row * (k + 1)
-    tl.store(out_ids + first, token)
-    tl.store(out_logprobs + first, tl.load(values + token) - log)
+    tl.store(ids + first, token)
+    tl.store(logprobs + first, tl.load(values + token) - log)
     for start in range(0, k, BLOCK):
         place = start + tl.arange(0, BLOCK)
         key = tl.load(keys + row * k + place, mask=place < k, other=0)
-        ids = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-        tl.store(out_ids + first + 1 + place, ids, mask=place < k)
-        tl.store(
-            out_logprobs + first + 1 + place, tl.load(values + ids, mask=place < k, other=0.0) - log, mask=place < k
-        )
+        token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+        logprob = tl.load(values + token, mask=place < k, other=0.0) - log
+        tl.store(ids + first + 1 + place, token, mask=place < k)
+        tl.store(logprobs + first + 1 + place, logprob, mask=place < k)
 
 
 @triton.jit

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.kernel_args import power_of_two, rows_of, whole_rows
+from quire.kernels.gpu.linear import TL_TYPES
 from quire.kernels.lora import LoRAChange, LoRARows
 
 # Of an entry: address and rank of A, address and outputs of B, address and rows of what takes the weight's place.
@@ -26,163 +27,178 @@ FIELDS = 6
 WIDTH = tl.constexpr(FIELDS)
 
 
+class Form(NamedTuple):
+    """What kernels are compiled for.
+
+    parts: of the layer. slots: adapters, `padded` to a power of two. rank: the largest, padded. act: type of factors.
+    M: rows of a block. N: columns of y of a program.
+    aligned: parts begin and end at multiples of 16, so that rows of zeros behind B do no harm.
+    """
+
+    parts: int
+    slots: int
+    padded: int
+    rank: int
+    act: Any
+    M: int
+    N: int
+    aligned: bool
+
+
 @triton.jit
-def _find_slot(starts, index, SLOTS: tl.constexpr, S: tl.constexpr, M: tl.constexpr):
-    """Return whose rows block `index` has (SLOTS for nobody's), and where in the order they begin and end."""
-    slots = tl.arange(0, S)
-    begin = tl.load(starts + slots, slots < SLOTS, other=0).to(tl.int32)
-    end = tl.load(starts + slots + 1, slots < SLOTS, other=0).to(tl.int32)
-    blocks = (end - begin + M - 1) // M
+def _block(rows, FORM: tl.constexpr):
+    """Return the slot of this program's block of rows (`slots` for none), its rows int64 [M], and which of them exist.
+
+    rows: `LoRARows`.
+    """
+    index = tl.program_id(0)
+    slots = tl.arange(0, FORM.padded)
+    begin = tl.load(rows.starts + slots, slots < FORM.slots, other=0).to(tl.int32)
+    end = tl.load(rows.starts + slots + 1, slots < FORM.slots, other=0).to(tl.int32)
+    blocks = (end - begin + FORM.M - 1) // FORM.M
     slot = tl.sum((tl.cumsum(blocks, axis=0) <= index).to(tl.int32), axis=0)
     before = tl.sum(tl.where(slots < slot, blocks, 0), axis=0)
-    first = tl.sum(tl.where(slots == slot, begin, 0), axis=0) + (index - before) * M
-    return tl.minimum(slot, SLOTS), first, tl.sum(tl.where(slots == slot, end, 0), axis=0)
+    lanes = tl.sum(tl.where(slots == slot, begin, 0), axis=0) + (index - before) * FORM.M + tl.arange(0, FORM.M)
+    real = lanes < tl.sum(tl.where(slots == slot, end, 0), axis=0)
+    return tl.minimum(slot, FORM.slots), tl.load(rows.order + lanes, real, other=0), real
 
 
 @triton.jit
-def _matrix(entry, FIELD: tl.constexpr, ACT: tl.constexpr):
+def _matrix(entry, FIELD: tl.constexpr, FORM: tl.constexpr):
     """Return the matrix whose address is in a field of an entry; they are aligned to 16 bytes."""
-    return tl.multiple_of(tl.load(entry + FIELD).to(tl.pointer_type(ACT)), 16)
+    return tl.multiple_of(tl.load(entry + FIELD).to(tl.pointer_type(FORM.act)), 16)
+
+
+@triton.jit
+def _product(x, rows, real, matrix, inside, begin, stop, depth, FORM: tl.constexpr, K: tl.constexpr):
+    """Return x[rows] times rows of a matrix, float32 [M, N], over inputs begin .. stop of `depth`.
+
+    matrix [1, N]: where its rows begin, of which those `inside` [N] exist.
+    """
+    M: tl.constexpr = FORM.M
+    N: tl.constexpr = matrix.shape[1]
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(begin, stop, K):
+        k = start + tl.arange(0, K)
+        values = tl.load(
+            x.data + (rows * x.stride)[:, None] + k[None, :], real[:, None] & (k < depth)[None, :], other=0.0
+        )
+        factor = tl.load(matrix + k[:, None], inside[None, :] & (k < depth)[:, None], other=0.0)
+        total = tl.dot(values.to(FORM.act), factor, total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def shrink_kernel(
-    x, x_row, table, order, starts, inner, tokens, depth, a_row, share,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """inner[split, t, part, r] = x[t] times row r of A, over the split's `share` of K; inner [splits, T, PARTS, RANK].
+    x, rows, table, inner, tokens, depth, a_row, share, FORM: tl.constexpr, R: tl.constexpr, K: tl.constexpr
+):
+    """inner[split, t, part, r] = x[t] times row r of A, over the split's `share` of K.
 
-    Programs: blocks of rows, PARTS * RANK / R, splits.
+    x: `Rows`; rows: `LoRARows`; inner float32 [splits, T, parts, rank]. Grid: blocks of rows, parts * rank / R, splits.
     """
-    slot, first, end = _find_slot(starts, tl.program_id(0), SLOTS, S, M)
-    if slot >= SLOTS:
+    slot, row, real = _block(rows, FORM)
+    if slot >= FORM.slots:
         return
-    ranks: tl.constexpr = RANK // R
+    ranks: tl.constexpr = FORM.rank // R
     part, at = tl.program_id(1) // ranks, tl.program_id(1) % ranks * R
-    entry = table + (slot * PARTS + part) * WIDTH
+    entry = table + (slot * FORM.parts + part) * WIDTH
     rank = tl.load(entry + 1).to(tl.int32)
     if at >= rank:
         return
-    lanes = first + tl.arange(0, M)
-    real = lanes < end
-    rows = tl.load(order + lanes, real, other=0)
     r, split = at + tl.arange(0, R), tl.program_id(2)
-    a = _matrix(entry, 0, ACT) + r[None, :] * a_row
-    total = tl.zeros([M, R], tl.float32)
-    for start in range(split * share, tl.minimum(depth, (split + 1) * share), K):
-        k = start + tl.arange(0, K)
-        values = tl.load(x + (rows * x_row)[:, None] + k[None, :], real[:, None] & (k < depth)[None, :], other=0.0)
-        factor = tl.load(a + k[:, None], (r < rank)[None, :] & (k < depth)[:, None], other=0.0)
-        total = tl.dot(values.to(ACT), factor, total, input_precision="ieee")
-    place = ((split.to(tl.int64) * tokens + rows) * PARTS + part) * RANK
+    a = _matrix(entry, 0, FORM) + r[None, :] * a_row
+    stop = tl.minimum(depth, (split + 1) * share)
+    total = _product(x, row, real, a, r < rank, split * share, stop, depth, FORM, K)
+    place = ((split.to(tl.int64) * tokens + row) * FORM.parts + part) * FORM.rank
     tl.store(inner + place[:, None] + r[None, :], total, real[:, None])
 
 
 @triton.jit
-def _inner_tile(
-    inner, ids, a, rows, real, r, rank, tokens, part,
-    PARTS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, LOOKUP: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
+def _inner_tile(given, a, rows, real, r, rank, tokens, part, FORM: tl.constexpr, SPLITS: tl.constexpr):
     """Return what goes into B, [M, R]: the sums of `shrink_kernel`, or the rows of A that were looked up."""
     mask = real[:, None] & (r < rank)[None, :]
-    if LOOKUP:
-        return tl.load(
-            a + (tl.load(ids + rows, real, other=0).to(tl.int64) * rank)[:, None] + r[None, :], mask, other=0.0
-        )
+    if SPLITS == 0:
+        numbers = tl.load(given + rows, real, other=0).to(tl.int64)
+        return tl.load(a + (numbers * rank)[:, None] + r[None, :], mask, other=0.0)
     total = tl.zeros(mask.shape, tl.float32)
     for split in tl.static_range(SPLITS):
-        place = ((rows + split * tokens) * PARTS + part) * RANK
-        total += tl.load(inner + place[:, None] + r[None, :], mask, other=0.0)
-    return total.to(ACT)
+        place = ((rows + split * tokens) * FORM.parts + part) * FORM.rank
+        total += tl.load(given + place[:, None] + r[None, :], mask, other=0.0)
+    return total.to(FORM.act)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def expand_kernel(
-    y, y_row, inner, ids, table, tiles, order, starts, tokens, width, w_row,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,
-    LOOKUP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """y[t, columns of a part] += inner[t, part] @ B.T; with LOOKUP, where a slot has a whole table, y[t] is its row.
+    y, given, rows, table, tiles, tokens, width, w_row, FORM: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr
+):
+    """y[t, columns of a part] += inner[t, part] @ B.T; of a table, where a slot has a whole one, y[t] is its row.
 
-    Programs: blocks of rows, tiles of columns; tiles int32 [*, 3]: part, column of the part, column of y. `width`:
-    of a table's rows. ALIGNED: parts begin and end at multiples of 16, so that rows of zeros behind B do no harm.
+    given: inner of `shrink_kernel` in SPLITS parts; if SPLITS is 0, ids to look up. width: of a table's rows.
+    tiles int32 [*, 3]: part, column of the part, column of y. Grid: blocks of rows, tiles.
     """
-    slot, first, end = _find_slot(starts, tl.program_id(0), SLOTS, S, M)
-    if slot >= SLOTS:
+    LOOKUP: tl.constexpr = SPLITS == 0
+    slot, row, real = _block(rows, FORM)
+    if slot >= FORM.slots:
         return
     tile = tiles + tl.program_id(1) * 3
     part, column, target = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    entry = table + (slot * PARTS + part) * WIDTH
+    entry = table + (slot * FORM.parts + part) * WIDTH
     rank = tl.multiple_of(tl.load(entry + 1).to(tl.int32), 16)
     outputs = width if LOOKUP else tl.load(entry + 3).to(tl.int32)
-    if ALIGNED:
+    if FORM.aligned:
         outputs, target = (outputs + 15) // 16 * 16, tl.multiple_of(target, 16)
     whole = tl.load(entry + 4) if LOOKUP else rank.to(tl.int64) * 0
     if (rank == 0) & (whole == 0):
         return
-    lanes = first + tl.arange(0, M)
-    real = lanes < end
-    rows = tl.load(order + lanes, real, other=0)
+    M: tl.constexpr = FORM.M
+    N: tl.constexpr = FORM.N
     n = tl.multiple_of(column, N) + tl.arange(0, N)
-    a, b = _matrix(entry, 0, ACT), _matrix(entry, 2, ACT) + n[None, :] * rank
+    a, b = _matrix(entry, 0, FORM), _matrix(entry, 2, FORM) + n[None, :] * rank
     total = tl.zeros([M, N], tl.float32)
     for start in range(0, rank, R):
         r = start + tl.arange(0, R)
-        given = _inner_tile(inner, ids, a, rows, real, r, rank, tokens, part, PARTS, RANK, SPLITS, LOOKUP, ACT)
+        values = _inner_tile(given, a, row, real, r, rank, tokens, part, FORM, SPLITS)
         factor = tl.load(b + r[:, None], (r < rank)[:, None] & (n < outputs)[None, :], other=0.0)
-        total = tl.dot(given, factor, total, input_precision="ieee")
-    own = y + (rows * y_row)[:, None] + (target + tl.arange(0, N))[None, :]
+        total = tl.dot(values, factor, total, input_precision="ieee")
+    own = y.data + (row * y.stride)[:, None] + (target + tl.arange(0, N))[None, :]
     mask = real[:, None] & (n < outputs)[None, :]
     if LOOKUP:
-        numbers = tl.load(ids + rows, real, other=0).to(tl.int64)
-        from_table = _matrix(entry, 4, ACT) + (numbers * w_row)[:, None] + n[None, :]
+        numbers = tl.load(given + row, real, other=0).to(tl.int64)
+        from_table = _matrix(entry, 4, FORM) + (numbers * w_row)[:, None] + n[None, :]
         total += tl.load(from_table, mask & (whole != 0), other=0.0).to(tl.float32)
     total += tl.load(own, mask & (whole == 0), other=0.0).to(tl.float32)
-    tl.store(own, total.to(y.dtype.element_ty), mask)
+    tl.store(own, total.to(y.data.dtype.element_ty), mask)
 
 
 @triton.jit
-def whole_kernel(
-    y, y_row, x, x_row, table, tiles, order, starts, depth, w_row,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, S: tl.constexpr, ACT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """y[t, columns of a part] = W x[t] where a slot has a W for the part; programs and tiles as of `expand_kernel`."""
-    slot, first, end = _find_slot(starts, tl.program_id(0), SLOTS, S, M)
-    if slot >= SLOTS:
+def whole_kernel(y, x, rows, table, tiles, depth, w_row, FORM: tl.constexpr, K: tl.constexpr):
+    """y[t, columns of a part] = W x[t] where a slot has a W for the part; grid and tiles as of `expand_kernel`."""
+    slot, row, real = _block(rows, FORM)
+    if slot >= FORM.slots:
         return
     tile = tiles + tl.program_id(1) * 3
     part, column, target = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    entry = table + (slot * PARTS + part) * WIDTH
+    entry = table + (slot * FORM.parts + part) * WIDTH
     outputs = tl.load(entry + 5).to(tl.int32)
     if column >= outputs:
         return
-    lanes = first + tl.arange(0, M)
-    real = lanes < end
-    rows = tl.load(order + lanes, real, other=0)
-    n = column + tl.arange(0, N)
-    w = _matrix(entry, 4, ACT) + n.to(tl.int64)[None, :] * w_row
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, depth, K):
-        k = start + tl.arange(0, K)
-        values = tl.load(x + (rows * x_row)[:, None] + k[None, :], real[:, None] & (k < depth)[None, :], other=0.0)
-        weights = tl.load(w + k[:, None], (n < outputs)[None, :] & (k < depth)[:, None], other=0.0)
-        total = tl.dot(values.to(ACT), weights, total, input_precision="ieee")
-    own = y + (rows * y_row)[:, None] + (target + tl.arange(0, N))[None, :]
-    tl.store(own, total.to(y.dtype.element_ty), real[:, None] & (n < outputs)[None, :])
+    n = column + tl.arange(0, FORM.N)
+    w = _matrix(entry, 4, FORM) + n.to(tl.int64)[None, :] * w_row
+    total = _product(x, row, real, w, n < outputs, 0, depth, depth, FORM, K)
+    own = y.data + (row * y.stride)[:, None] + (target + tl.arange(0, FORM.N))[None, :]
+    tl.store(own, total.to(y.data.dtype.element_ty), real[:, None] & (n < outputs)[None, :])
 
 
 @triton.jit
-def limit_kernel(x, x_row, limits, width, BLOCK: tl.constexpr):
+def limit_kernel(x, limits, width, BLOCK: tl.constexpr):
     """x[r, limits[r] :] = -inf; programs: rows, blocks of columns."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     limit = tl.load(limits + row)
     if first + BLOCK <= limit:
         return
     columns = first + tl.arange(0, BLOCK)
-    lowest = tl.full([BLOCK], float("-inf"), tl.float32).to(x.dtype.element_ty)
-    tl.store(x + row * x_row + columns, lowest, (columns >= limit) & (columns < width))
+    lowest = tl.full([BLOCK], float("-inf"), tl.float32).to(x.data.dtype.element_ty)
+    tl.store(x.data + row * x.stride + columns, lowest, (columns >= limit) & (columns < width))
 
 
 UNIT = 16  # what ranks and the elements between rows are padded to: bytes for aligned loads, and a product's depth
@@ -190,7 +206,6 @@ COLUMNS = 64  # of y that one program writes
 LIMIT_COLUMNS = 1024
 MOST_SPLITS = 8  # of K among programs
 MANY = 256  # rows of a step from which on its blocks are large
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def _up(number: int, unit: int = UNIT) -> int:
@@ -246,7 +261,7 @@ class LoRASlots:
     @property
     def rank_tile(self) -> int:
         """Inner values that are computed together."""
-        return min(64, triton.next_power_of_2(self.rank))
+        return min(64, power_of_two(self.rank))
 
 
 def column_tiles(sizes: Sequence[int]) -> np.ndarray:
@@ -265,7 +280,7 @@ class LoRAOps(ArrayOps):
         """Return `LoRASlots`."""
         table = self.zeros((num_slots, len(sizes), FIELDS), "int64")
         rank = _up(max_rank)
-        rank = _up(rank, min(64, triton.next_power_of_2(rank)))
+        rank = _up(rank, min(64, power_of_two(rank)))
         return LoRASlots(list(sizes), rank, widest, table, self.from_numpy(column_tiles(sizes)))
 
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> Any:
@@ -311,14 +326,13 @@ class LoRAOps(ArrayOps):
 
     def lora_embedding(self, y: torch.Tensor, ids: torch.Tensor, slots: Any, rows: LoRARows) -> None:
         if len(ids):
-            _Step(self, slots, rows, len(ids)).expand(y, ids, 1, lookup=True)
+            _Step(self, slots, rows, len(ids)).expand(y, ids, 0)
 
     def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
         rows, width = x.shape
-        assert x.stride(1) == 1, "rows to be changed in place"
         if rows:
-            grid = rows, triton.cdiv(width, LIMIT_COLUMNS)
-            limit_kernel[grid](x, x.stride(0), limits, width, BLOCK=LIMIT_COLUMNS, num_warps=4)
+            grid = rows, -(-width // LIMIT_COLUMNS)
+            limit_kernel[grid](whole_rows(x), limits, width, BLOCK=LIMIT_COLUMNS, num_warps=4)
 
 
 class _Step:
@@ -326,20 +340,12 @@ class _Step:
 
     def __init__(self, backend: ArrayOps, slots: LoRASlots, rows: LoRARows, tokens: int) -> None:
         self.backend, self.slots, self.rows, self.tokens = backend, slots, rows, tokens
-        self.act: Any = TYPES[backend.act]
-        number = slots.num_slots
+        self.wide = backend.act is torch.float32
         self.many = tokens >= MANY and not backend.batch_invariant
-        self.size = 64 if self.many and backend.act is not torch.float32 else 16
-        self.blocks = (tokens + min(tokens, number) * (self.size - 1)) // self.size
-
-    @cached_property
-    def shared(self) -> dict[str, Any]:
-        """What all kernels are told at compile time."""
-        number = self.slots.num_slots
-        return {
-            "PARTS": len(self.slots.sizes), "SLOTS": number, "S": triton.next_power_of_2(number), "ACT": self.act,
-            "M": self.size, "num_warps": 4,
-        }  # fmt: skip
+        size, number = 64 if self.many and not self.wide else 16, slots.num_slots
+        self.blocks = (tokens + min(tokens, number) * (size - 1)) // size
+        sizes = len(slots.sizes), number, power_of_two(number), slots.rank
+        self.form = Form(*sizes, TL_TYPES[backend.act], size, COLUMNS, slots.aligned)
 
     def splits(self, depth: int) -> int:
         """Return among how many programs K is split, so that a step of few rows has many."""
@@ -355,35 +361,29 @@ class _Step:
     def shrink(self, x: torch.Tensor, inner: torch.Tensor) -> None:
         """Compute x @ A.T of all parts."""
         slots, (splits, _, parts, rank), depth = self.slots, inner.shape, x.shape[1]
-        wide = self.backend.act is torch.float32
-        choice = self.backend.tuned_configs.get(
-            "lora_shrink",
-            f"m{self.size}_r{slots.rank_tile}",
-            {"k": 32 if wide else 64 if self.many else 128, "stages": 4},
-        )
-        k = choice["k"]
-        share = _up(triton.cdiv(depth, splits), k)
+        default = {"k": 32 if self.wide else 64 if self.many else 128, "stages": 4}
+        key = f"m{self.form.M}_r{slots.rank_tile}"
+        choice = self.backend.tuned_configs.get("lora_shrink", key, default)
+        share = _up(-(-depth // splits), choice["k"])
+        options = {"num_warps": 4, "num_stages": choice["stages"]}
+        sizes = self.tokens, depth, _up(depth), share
         shrink_kernel[(self.blocks, parts * rank // slots.rank_tile, splits)](
-            x, x.stride(0), slots.table, self.rows.order, self.rows.starts, inner, self.tokens, depth, _up(depth),
-            share, RANK=rank, R=slots.rank_tile, K=k, num_stages=choice["stages"], **self.shared,
-        )  # fmt: skip
+            rows_of(x), self.rows, slots.table, inner, *sizes, self.form, slots.rank_tile, choice["k"], **options
+        )
 
-    def expand(self, y: torch.Tensor, given: torch.Tensor, splits: int, *, lookup: bool = False) -> None:
-        """Add what the second factors make of `given`: what lies between the factors, or ids to look up."""
-        assert y.stride(1) == 1, "rows to be changed in place"
-        slots = self.slots
+    def expand(self, y: torch.Tensor, given: torch.Tensor, splits: int) -> None:
+        """Add what the second factors make of `given`: inner values of so many splits; for 0, ids to look up."""
+        slots, rank = self.slots, min(self.slots.rank_tile, 32)
+        sizes = self.tokens, slots.sizes[0], _up(slots.sizes[0])
+        options = {"num_warps": 4, "num_stages": 2}
         expand_kernel[(self.blocks, slots.tiles.shape[0])](
-            y, y.stride(0), given, given, slots.table, slots.tiles, self.rows.order, self.rows.starts, self.tokens,
-            slots.sizes[0], _up(slots.sizes[0]), RANK=slots.rank, SPLITS=splits, LOOKUP=lookup, N=COLUMNS,
-            ALIGNED=slots.aligned, R=min(slots.rank_tile, 32), num_stages=2, **self.shared,
-        )  # fmt: skip
+            whole_rows(y), given, self.rows, slots.table, slots.tiles, *sizes, self.form, rank, splits, **options
+        )
 
     def replace(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Compute the products of rows whose slot has a matrix in place of the layer's."""
-        assert y.stride(1) == 1, "rows to be changed in place"
-        slots, depth = self.slots, x.shape[1]
-        wide = self.backend.act is torch.float32
+        slots, depth, k = self.slots, x.shape[1], 32 if self.wide else 128
+        options = {"num_warps": 4, "num_stages": 4}
         whole_kernel[(self.blocks, slots.tiles.shape[0])](
-            y, y.stride(0), x, x.stride(0), slots.table, slots.tiles, self.rows.order, self.rows.starts, depth,
-            _up(depth), N=COLUMNS, K=32 if wide else 128, num_stages=4, **self.shared,
-        )  # fmt: skip
+            whole_rows(y), rows_of(x), self.rows, slots.table, slots.tiles, depth, _up(depth), self.form, k, **options
+        )

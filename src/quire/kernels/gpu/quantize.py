@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.gpu.kernel_args import power_of_two, rows_of
+
 WHOLE = 16384  # numbers of a row that one program holds; longer rows are read twice
 
 
@@ -42,53 +44,51 @@ def round_block(x, factor, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _load(x, order, k, inside, ORDERED: tl.constexpr):
-    where = tl.load(order + k, mask=inside, other=0) if ORDERED else k
+def scale_of(size, sound, E4M3: tl.constexpr):
+    """Return what to multiply rows with before rounding, and their scales, by their largest absolute values.
+
+    sound: whether all of a row is finite; otherwise its scale is NaN, and it is all 0.
+    """
+    limit = tl.full(size.shape, 448.0 if E4M3 else 127.0, tl.float32)
+    size = tl.where(size >= 7.52316384526264e-37, size, 0.0)  # 2^-120
+    up = tl.where(size > 0, tl.div_rn(limit, tl.where(size > 0, size, 1.0)), 0.0)
+    return tl.where(sound, up, 0.0), tl.where(sound, tl.div_rn(size, limit), float("nan"))
+
+
+@triton.jit
+def _load(x, order, k, inside):
+    where = tl.load(order + k, mask=inside, other=0) if order is not None else k
     return tl.load(x + where, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x,
-    order,
-    out,
-    scales,
-    x_row,
-    K,
-    depth,
-    E4M3: tl.constexpr,
-    ORDERED: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, order, out, scales, K, depth, E4M3: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program for each row of x [M, K]; out [M, depth] is 0 beyond K. AT_ONCE: BLOCK holds it. Bandwidth-bound."""
     row = tl.program_id(0).to(tl.int64)
-    x += row * x_row
+    source = x.data + row * x.stride
     out += row * depth
-    limit: tl.constexpr = 448.0 if E4M3 else 127.0
     k = tl.arange(0, BLOCK)
     if AT_ONCE:
-        values = _load(x, order, k, k < K, ORDERED)
-        size = tl.abs(values)
-        bad = tl.max((size < float("inf")).to(tl.int32) ^ 1, axis=0)
-        most = tl.max(tl.where(size < float("inf"), size, 0.0), axis=0)
+        values = _load(source, order, k, k < K)
+        sizes = tl.abs(values)
+        faults = (sizes < float("inf")).to(tl.int32) ^ 1
+        sizes = tl.where(sizes < float("inf"), sizes, 0.0)
     else:
         sizes = tl.zeros([BLOCK], tl.float32)
         faults = tl.zeros([BLOCK], tl.int32)
         for start in range(0, K, BLOCK):
-            size = tl.abs(_load(x, order, start + k, start + k < K, ORDERED))
+            size = tl.abs(_load(source, order, start + k, start + k < K))
             faults = faults | ((size < float("inf")).to(tl.int32) ^ 1)
             sizes = tl.maximum(sizes, tl.where(size < float("inf"), size, 0.0))
-        bad = tl.max(faults, axis=0)
-        most = tl.max(sizes, axis=0)
-    most = tl.where(most >= 7.52316384526264e-37, most, 0.0)  # 2^-120
-    factor = tl.where((most > 0) & (bad == 0), tl.math.div_rn(limit, tl.where(most > 0, most, 1.0)), 0.0)
-    tl.store(scales + row, tl.where(bad > 0, float("nan"), tl.math.div_rn(most, limit)))
+    factor, scale = scale_of(tl.max(sizes, axis=0), tl.max(faults, axis=0) == 0, E4M3)
+    tl.store(scales + row, scale)
     if AT_ONCE:
         tl.store(out + k, round_block(values, factor, E4M3), mask=k < depth)
     else:
         for start in range(0, depth, BLOCK):
-            values = _load(x, order, start + k, start + k < K, ORDERED)
+            values = _load(source, order, start + k, start + k < K)
             tl.store(out + start + k, round_block(values, factor, E4M3), mask=start + k < depth)
 
 
@@ -114,11 +114,8 @@ def quantize_rows(
     if scales is None:
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        block = min(WHOLE, triton.next_power_of_2(depth))
-        warps = 4 if block <= 4096 else 8 if block < WHOLE else 16
-        quantize_rows_kernel[(rows,)](
-            x, x if order is None else order, out, scales, x.stride(0), inputs, depth,
-            E4M3=e4m3, ORDERED=order is not None, AT_ONCE=depth <= block, BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        block = min(WHOLE, power_of_two(depth))
+        options = {"num_warps": 4 if block <= 4096 else 8 if block < WHOLE else 16, "enable_fp_fusion": False}
+        forms = e4m3, depth <= block, block
+        quantize_rows_kernel[(rows,)](rows_of(x), order, out, scales, inputs, depth, *forms, **options)
     return out, scales

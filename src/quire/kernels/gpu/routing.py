@@ -7,13 +7,16 @@ that there are no equals. A row of 128 experts is half a kilobyte: the time is t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.experts import RoutingParams
+from quire.kernels.gpu.kernel_args import power_of_two, rows_of
+from quire.kernels.gpu.logits_kernels import key_of
 
-SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 TAKEN = tl.constexpr(-(1 << 63))  # below every key
 LAST = tl.constexpr(0x7FFFFFFF)  # all bits but the sign
 
@@ -22,10 +25,7 @@ LAST = tl.constexpr(0x7FFFFFFF)  # all bits but the sign
 def sort_key(values, numbers):
     """Return int64 keys in the order of float32 values, NaN as -inf; among equals the lower number has the higher."""
     known = tl.where(values != values, float("-inf"), values)
-    known = tl.where(known == 0.0, 0.0, known)  # -0.0 is no less than 0.0
-    bits = known.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits >= 0, bits, bits ^ LAST)
-    return (ordered.to(tl.int64) << 32) | (numbers ^ LAST).to(tl.int64)
+    return (key_of(known).to(tl.int64) << 32) | (numbers ^ LAST).to(tl.int64)
 
 
 @triton.jit
@@ -68,53 +68,64 @@ def _keep_groups(keys, standing, groups, lowest, GROUPS: tl.constexpr, TOP: tl.c
     return tl.where(kept, keys, lowest)
 
 
+class Routing(NamedTuple):
+    """What routing is compiled for, see `RoutingParams`; G, S and K are groups, the experts of a group, and top_k, made
+    powers of two.
+    """
+
+    experts: int
+    top_k: int
+    scoring: str
+    renormalize: bool
+    groups: int
+    top_groups: int
+    rule: str
+    G: int
+    S: int
+    K: int
+
+
 @triton.jit
-def _route_row(
-    logits, stride, bias, ids, weights, scale,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr,
-    G: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Route one row. G, S and K are GROUPS, the experts of a group, and TOP_K, made powers of two."""
+def _route_row(logits, bias, ids, weights, scale, FORM: tl.constexpr):
+    """Route one row: logits are `Rows` [T, E], bias float32 [E] or None; ids int64 and weights float32 [T, k]."""
     row = tl.program_id(0).to(tl.int64)
-    size: tl.constexpr = EXPERTS // GROUPS
-    groups, members = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
+    size: tl.constexpr = FORM.experts // FORM.groups
+    groups, members = tl.arange(0, FORM.G)[:, None], tl.arange(0, FORM.S)[None, :]
     number = groups * size + members
-    valid = (groups < GROUPS) & (members < size)
-    own = tl.load(logits + row * stride + number, valid, other=float("-inf")).to(tl.float32)
+    valid = (groups < FORM.groups) & (members < size)
+    own = tl.load(logits.data + row * logits.stride + number, valid, other=float("-inf")).to(tl.float32)
     scores = own
-    if SCORING == "softmax":
+    if FORM.scoring == "softmax":
         # A maximum may or may not see NaN; the sum does.
         scores = tl.exp(own - _all_max(own))
         scores = scores / _all_sum(tl.where(valid, scores, 0.0))
-    elif SCORING == "sigmoid":
+    elif FORM.scoring == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-own))
     compared = scores
-    if BIASED:
+    if bias is not None:
         compared = scores + tl.load(bias + number, valid, other=0.0)
     keys = sort_key(compared, number)
-    if GROUPS > 1:
-        standing = _group_standing(compared, valid, members, RULE, size)
-        keys = _keep_groups(
-            keys, standing, groups, sort_key(tl.full([G, S], float("-inf"), tl.float32), number), GROUPS, TOP_GROUPS
-        )
+    if FORM.groups > 1:
+        standing = _group_standing(compared, valid, members, FORM.rule, size)
+        lowest = sort_key(tl.zeros_like(own) - float("inf"), number)
+        keys = _keep_groups(keys, standing, groups, lowest, FORM.groups, FORM.top_groups)
     keys = tl.where(valid, keys, TAKEN)
-    places = tl.arange(0, K)
+    places = tl.arange(0, FORM.K)
     chosen, weight = places * 0, places * 0.0
-    for place in range(TOP_K):
+    for place in range(FORM.top_k):
         best = _all_max(keys)
         mine = keys == best
         chosen = tl.where(places == place, key_number(best), chosen)
         weight = tl.where(places == place, _all_sum(tl.where(mine, scores, 0.0)), weight)
         keys = tl.where(mine, TAKEN, keys)
-    real = places < TOP_K
-    if SCORING == "softmax_chosen":
+    real = places < FORM.top_k
+    if FORM.scoring == "softmax_chosen":
         weight = tl.exp(weight - tl.max(tl.where(real, weight, float("-inf")), axis=0))
         weight = weight / tl.sum(tl.where(real, weight, 0.0), axis=0)
-    if RENORMALIZE:
+    if FORM.renormalize:
         weight = weight / (tl.sum(tl.where(real, weight, 0.0), axis=0) + 1e-20)
-    tl.store(ids + row * TOP_K + places, chosen.to(tl.int64), real)
-    tl.store(weights + row * TOP_K + places, weight * scale, real)
+    tl.store(ids + row * FORM.top_k + places, chosen.to(tl.int64), real)
+    tl.store(weights + row * FORM.top_k + places, weight * scale, real)
 
 
 def route(logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,11 +138,8 @@ def route(logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, to
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     # A choice by logits has groups in no model, and in no backend.
     groups = 1 if params.scoring == "softmax_chosen" else groups
-    _route_row[(tokens,)](
-        logits, logits.stride(0), params.bias, ids, weights, params.scale,
-        EXPERTS=params.num_experts, TOP_K=top_k, SCORING=params.scoring, RENORMALIZE=params.renormalize,
-        GROUPS=groups, TOP_GROUPS=params.top_groups, RULE=params.group_score, BIASED=params.bias is not None,
-        G=triton.next_power_of_2(groups), S=triton.next_power_of_2(params.num_experts // groups),
-        K=triton.next_power_of_2(top_k), num_warps=1,
-    )  # fmt: skip
+    padded = power_of_two(groups), power_of_two(params.num_experts // groups), power_of_two(top_k)
+    rules = params.scoring, params.renormalize, groups, params.top_groups, params.group_score
+    form = Routing(params.num_experts, top_k, *rules, *padded)
+    _route_row[(tokens,)](rows_of(logits), params.bias, ids, weights, params.scale, FORM=form, num_warps=1)
     return ids, weights

@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels.backend import DeviceTokens, Penalties, TopLogprobs
 from quire.kernels.gpu.arrays import ArrayOps
+from quire.kernels.gpu.kernel_args import power_of_two
 from quire.kernels.gpu.logits_kernels import (
     add_values,
     ban_where,
@@ -110,8 +111,7 @@ class SamplingOps(ArrayOps):
         if rows:
             largest_parts[(rows, pieces)](logits, logits.stride(0), size, part, tops, places, READ)
             most = min(-(-size // READ), 2 * self.num_sms)  # pieces of one row: no kernel for each number of rows
-            width = 1 << (most - 1).bit_length()
-            join_largest[(rows,)](tops, places, pieces, tokens, finite, width, num_warps=1)
+            join_largest[(rows,)](tops, places, pieces, tokens, finite, power_of_two(most), num_warps=1)
         return tokens, finite
 
     def sample(
@@ -149,20 +149,19 @@ class SamplingOps(ArrayOps):
         rows, size = logits.shape
         k = min(int(k), size)
         pieces = -(-size // PART)
-        parts = torch.empty((2, rows, pieces), dtype=torch.float32, device=logits.device)
+        tops, sums = torch.empty((2, rows, pieces), dtype=torch.float32, device=logits.device)
         larger = torch.empty((rows, pieces), dtype=torch.int32, device=logits.device)
         ids = torch.empty((rows, 1 + k), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty((rows, 1 + k), dtype=torch.float32, device=logits.device)
-        ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        result = TopLogprobs(ids, logprobs, torch.empty(rows, dtype=torch.int64, device=logits.device))
         if rows:
-            keys = self._best(logits, k)
-            sum_parts[(rows, pieces)](logits, logits.stride(0), chosen, size, parts[0], parts[1], larger, PART, READ)
-            width = 1 << (pieces - 1).bit_length()
+            keys, stride = self._best(logits, k), logits.stride(0)
+            sum_parts[(rows, pieces)](logits, stride, chosen, size, tops, sums, larger, PART, READ)
+            found, width = (tops, sums, larger), power_of_two(pieces)
             join_sums[(rows,)](
-                logits, logits.stride(0), chosen, keys, k, parts[0], parts[1], larger, pieces, ids, logprobs, ranks,
-                width, ENTRIES, num_warps=2,
-            )  # fmt: skip
-        return TopLogprobs(ids, logprobs, ranks)
+                logits, stride, chosen, keys, k, found, pieces, result, PIECES=width, BLOCK=ENTRIES, num_warps=2
+            )
+        return result
 
     def _best(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         """Return `order_keys` of the k largest logits of each row int64 [R, k], the lower id first among equals."""

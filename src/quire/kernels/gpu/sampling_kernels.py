@@ -33,10 +33,13 @@ It ends in the stage FIND: the drawn token is the one with key `high` that has `
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.gpu.kernel_args import power_of_two
 from quire.kernels.gpu.logits_kernels import key_of, largest_of_parts, largest_parts, value_of
 
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
@@ -79,12 +82,13 @@ def key_at(value):
 
 
 @triton.jit
-def add_above(values, size, low, high, p0, p1, p2, p3, top, inverse, counting, BLOCK: tl.constexpr):
+def add_above(values, size, low, high, pivots, top, inverse, counting, BLOCK: tl.constexpr):
     """Make a pass over `size` values, of which those with keys in (low, high] matter.
 
-    Returns int64 weights (or counts, if `counting`) of those above each pivot, of all, and their number, and their
-    least and largest key. A thread reads 16 bytes at a time, and adds up its four values before it keeps sums.
+    Returns int64 weights (or counts, if `counting`) of those above each of the four pivots, of all, their number, and
+    their least and largest key. A thread reads 16 bytes at a time, and adds up its four values before it keeps sums.
     """
+    p0, p1, p2, p3 = pivots
     LINES: tl.constexpr = BLOCK // 4
     lanes = tl.arange(0, LINES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     nothing = tl.zeros([LINES], tl.int64)
@@ -109,34 +113,21 @@ def add_above(values, size, low, high, p0, p1, p2, p3, top, inverse, counting, B
         count += tl.sum(inside.to(tl.int32), axis=1)
         least = tl.minimum(least, tl.min(tl.where(inside, key, 2147483647), axis=1))
         most = tl.maximum(most, tl.max(tl.where(inside, key, NO_KEY), axis=1))
-    return (
-        tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0), tl.sum(everything, axis=0),
-        tl.sum(count, axis=0), tl.min(least, axis=0), tl.max(most, axis=0),
-    )  # fmt: skip
+    above = (tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0))
+    return above, tl.sum(everything, axis=0), tl.sum(count, axis=0), tl.min(least, axis=0), tl.max(most, axis=0)
 
 
 @triton.jit
-def pick(p0, p1, p2, p3, m0, m1, m2, m3, low, high, above, upto, goal):
+def pick(pivots, sums, low, high, above, upto, goal):
     """Return (low, high, above, upto) of the one interval between pivots in which the goal is exceeded.
 
-    `m0` to `m3` are what lies above the pivots, which rise; `above` and `upto` what lies above high and low.
+    sums: what lies above each of the pivots, which rise; `above` and `upto`: what lies above high and low.
     """
-    if m0 > goal:
-        low, upto = p0, m0
-    else:
-        high, above = p0, m0
-    if m1 > goal:
-        low, upto = tl.maximum(low, p1), tl.minimum(upto, m1)
-    else:
-        high, above = tl.minimum(high, p1), tl.maximum(above, m1)
-    if m2 > goal:
-        low, upto = tl.maximum(low, p2), tl.minimum(upto, m2)
-    else:
-        high, above = tl.minimum(high, p2), tl.maximum(above, m2)
-    if m3 > goal:
-        low, upto = tl.maximum(low, p3), tl.minimum(upto, m3)
-    else:
-        high, above = tl.minimum(high, p3), tl.maximum(above, m3)
+    for i in tl.static_range(4):
+        if sums[i] > goal:
+            low, upto = tl.maximum(low, pivots[i]), tl.minimum(upto, sums[i])
+        else:
+            high, above = tl.minimum(high, pivots[i]), tl.maximum(above, sums[i])
     return low, high, above, upto
 
 
@@ -222,9 +213,8 @@ TOP_K, TOP_P, DRAW, FIND = (tl.constexpr(n) for n in range(4))
 def load_options(options, rows, row):
     """Return temperature, top_k, top_p, log of min_p, uniform of a row; float64 [5, rows]."""
     at = options + row
-    return (
-        tl.load(at), tl.load(at + rows), tl.load(at + 2 * rows), tl.load(at + 3 * rows), tl.load(at + 4 * rows),
-    )  # fmt: skip
+    first, second = tl.load(at), tl.load(at + rows)
+    return first, second, tl.load(at + 2 * rows), tl.load(at + 3 * rows), tl.load(at + 4 * rows)
 
 
 @triton.jit
@@ -254,19 +244,20 @@ def choose_pivots(state, options):
 def update_state(state, found, largest, options):
     """Return the state after a pass with the pivots of `choose_pivots`, which found what `add_above` returns."""
     stage, turn, few, low, high, kept, goal, above, upto = state
-    p0, p1, p2, p3 = choose_pivots(state, options)
-    m0, m1, m2, m3, everything, count, least, most = found
+    chosen = choose_pivots(state, options)
+    sums, everything, count, least, most = found
     top_p, uniform, inverse = options[2], options[4], 1.0 / options[0]
     top, top_key, zero = largest.to(tl.float64), key_of(largest), tl.full((), 0, tl.int64)
     if upto == UNKNOWN:
         stage = tl.where(top_p < 1.0, TOP_P, DRAW)
         goal = tl.where(top_p < 1.0, _top_p_goal(top_p, everything), _goal(uniform, everything))
-    m0, m1, m2, m3, upto = above + m0, above + m1, above + m2, above + m3, above + everything
+    sums = (above + sums[0], above + sums[1], above + sums[2], above + sums[3])
+    upto = above + everything
     weight = everything // count.to(tl.int64)  # of each, if all are the same
     nth = (goal - above) // tl.maximum(weight, 1)
     turn += 1
     if least < most:
-        low, high, above, upto = pick(p0, p1, p2, p3, m0, m1, m2, m3, low, high, above, upto, goal)
+        low, high, above, upto = pick(chosen, sums, low, high, above, upto, goal)
         low, high = tl.maximum(low, least - 1), tl.minimum(high, most)
         few = most_inside(stage == TOP_K, low, above, upto, top, inverse)
         few = tl.where(stage == TOP_K, few, tl.minimum(count, few))
@@ -324,184 +315,209 @@ def _top_p_goal(top_p, mass):
 
 
 @triton.jit
-def save_state(at, rows, state, listed, list_low, list_high):
-    """Write int64 [STATE + 3, rows], of which `at` is the row's place in the first line."""
+def save_state(at, rows, state, span):
+    """Write int64 [STATE + 3, rows], of which `at` is the row's place in the first line; span: 1 if there is a list,
+    or 0, and its interval.
+    """
     for i in tl.static_range(9):
         tl.store(at + i * rows, state[i].to(tl.int64))
-    tl.store(at + 9 * rows, listed.to(tl.int64))
-    tl.store(at + 10 * rows, list_low.to(tl.int64))
-    tl.store(at + 11 * rows, list_high.to(tl.int64))
+    for i in tl.static_range(3):
+        tl.store(at + (9 + i) * rows, span[i].to(tl.int64))
 
 
 @triton.jit
 def load_state(at, rows):
-    """Return what `save_state` has written: the state, whether there is a list, and its interval."""
-    state = (
-        _small(at, rows, 0), _small(at, rows, 1), _small(at, rows, 2), _small(at, rows, 3), _small(at, rows, 4),
-        _small(at, rows, 5), tl.load(at + 6 * rows), tl.load(at + 7 * rows), tl.load(at + 8 * rows),
-    )  # fmt: skip
-    return state, _small(at, rows, 9), _small(at, rows, 10), _small(at, rows, 11)
-
-
-@triton.jit
-def _small(at, rows, line):
-    return tl.load(at + line * rows).to(tl.int32)
+    """Return what `save_state` has written: the state, and the span of the list."""
+    state = ()
+    for i in tl.static_range(6):
+        state += (tl.load(at + i * rows).to(tl.int32),)  # type: ignore[assignment]
+    for i in tl.static_range(6, 9):
+        state += (tl.load(at + i * rows),)  # type: ignore[assignment]
+    span = ()
+    for i in tl.static_range(9, 12):
+        span += (tl.load(at + i * rows).to(tl.int32),)  # type: ignore[assignment]
+    return state, span
 
 
 @triton.jit
 def join_found(parts, pieces, PIECES: tl.constexpr):
-    """Add up what a pass has found in the pieces of a row: int64 [FOUND, pieces]; in any order the same."""
+    """Join what a pass has found in the pieces of a row, int64 [FOUND, pieces]: sums are the same in any order."""
     lanes = tl.arange(0, PIECES)
     here = lanes < pieces
-    return (
-        _total(parts, pieces, 0, PIECES), _total(parts, pieces, 1, PIECES), _total(parts, pieces, 2, PIECES),
-        _total(parts, pieces, 3, PIECES), _total(parts, pieces, 4, PIECES),
-        _total(parts, pieces, 5, PIECES).to(tl.int32),
-        tl.min(tl.load(parts + 6 * pieces + lanes, mask=here, other=2147483647), axis=0).to(tl.int32),
-        tl.max(tl.load(parts + 7 * pieces + lanes, mask=here, other=-2147483648), axis=0).to(tl.int32),
-    )  # fmt: skip
-
-
-@triton.jit
-def _total(parts, pieces, line, PIECES: tl.constexpr):
-    lanes = tl.arange(0, PIECES)
-    return tl.sum(tl.load(parts + line * pieces + lanes, mask=lanes < pieces, other=0), axis=0)
+    sums = ()
+    for i in tl.static_range(6):
+        sums += (tl.sum(tl.load(parts + i * pieces + lanes, mask=here, other=0), axis=0),)  # type: ignore[assignment]
+    least = tl.min(tl.load(parts + 6 * pieces + lanes, mask=here, other=2147483647), axis=0).to(tl.int32)
+    most = tl.max(tl.load(parts + 7 * pieces + lanes, mask=here, other=-2147483648), axis=0).to(tl.int32)
+    return sums[:4], sums[4], sums[5].to(tl.int32), least, most  # type: ignore[misc]
 
 
 LIST = 4096  # tokens of a list
-OPTIONS = 5  # temperature, top_k, top_p, log of min_p, uniform: float64 [5, R]
+
+
+class Logits(NamedTuple):
+    """Rows of logits float32 [R, V] and what is known of each: largest values of their pieces and where, [R, pieces].
+
+    options: float64 [5, R]. part: logits of a piece.
+    """
+
+    data: Any
+    stride: Any
+    size: Any
+    part: Any
+    tops: Any
+    tokens: Any
+    options: Any
+
+
+class Shares(NamedTuple):
+    """Shares of lists of tokens, made piece by piece: values and ids [R, pieces, LIST], lengths int32 [R, pieces]."""
+
+    values: Any
+    ids: Any
+    lengths: Any
+
+
+class Draw(NamedTuple):
+    """What kernels are compiled for: pieces padded, logits weighted at a time, looked at at a time, and of a list.
+
+    first: whether a launch is the first of the search.
+    """
+
+    first: bool
+    pieces: int
+    weigh: int
+    read: int
+    list: int
 
 
 @triton.jit(do_not_specialize=["rows"])
-def survey_pieces(
-    logits, stride, choices, rows, size, part, tops, tokens, last_states, last_parts, states, parts, share_values,
-    share_ids, lengths,
-    FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
-    """Make one pass over a piece of a row, of `part` logits, or copy its share of the list.
+def search_pieces_kernel(logits, rows, last_states, last_parts, states, parts, shares, FORM: tl.constexpr):
+    """Make one pass over a piece of a row, or copy its share of the list. Grid: rows, pieces.
 
-    states int64 [STATE + 3, rows] (a state, whether there is a list, and the interval that it holds) and parts int64
-    [rows, FOUND, pieces] are written; `last_states` and `last_parts` are those of the launch before. Shares of a list
-    are [rows, pieces, LIST], and lengths int32 [rows, pieces] theirs.
+    states int64 [STATE + 3, rows] (a state, and the span of the list) and parts int64 [rows, FOUND, pieces] are
+    written; `last_states` and `last_parts` are those of the launch before. logits: `Logits`; shares: `Shares`.
     """
     row, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    options = load_options(choices, rows, row)
-    largest, _ = largest_of_parts(tops, tokens, row, pieces, PIECES)
+    options = load_options(logits.options, rows, row)
+    largest, _ = largest_of_parts(logits.tops, logits.tokens, row, pieces, FORM.pieces)
     parts, last_parts = parts + row * FOUND * pieces, last_parts + row * FOUND * pieces
     if (options[0] > 0) & (tl.abs(largest) < float("inf")):
-        if FIRST:
-            state = initial_state(size, largest, options)
+        if FORM.first:
+            state = initial_state(logits.size, largest, options)
             listed = state[2] * 0
             list_low, list_high = state[4], state[4]
         else:
-            state, listed, list_low, list_high = resume(
-                last_states + row, rows, last_parts, pieces, largest, options, PIECES
-            )
-        values = logits + row.to(tl.int64) * stride + piece * part
-        items = tl.minimum(part, size - piece * part)
+            state, span = resume(last_states + row, rows, last_parts, pieces, largest, options, FORM)
+            listed, list_low, list_high = span
+        values = logits.data + row.to(tl.int64) * logits.stride + piece * logits.part
+        items = tl.minimum(logits.part, logits.size - piece * logits.part)
         if (listed == 0) & (state[0] != FIND):
-            if state[2] <= LIST:
-                list_low, list_high = list_ends(state, largest, options, LIST)
+            if state[2] <= FORM.list:
+                list_low, list_high = list_ends(state, largest, options, FORM.list)
                 share = row * pieces + piece
-                at = share.to(tl.int64) * LIST
-                length = gather(values, items, list_low, list_high, share_values + at, share_ids + at, READ)
-                tl.store(lengths + share, length)
+                at = share.to(tl.int64) * FORM.list
+                found = gather(values, items, list_low, list_high, shares.values + at, shares.ids + at, FORM.read)
+                tl.store(shares.lengths + share, found)
                 listed += 1
             else:
-                p0, p1, p2, p3 = choose_pivots(state, options)
-                found = add_above(values, items, state[3], state[4], p0, p1, p2, p3, largest.to(tl.float64),
-                                  1.0 / options[0], state[0] == TOP_K, BLOCK)  # fmt: skip
-                for i in tl.static_range(8):
-                    tl.store(parts + i * pieces + piece, found[i].to(tl.int64))
+                sums, everything, count, least, most = search_pass(values, items, state, largest, options, FORM)
+                for i in tl.static_range(4):
+                    tl.store(parts + i * pieces + piece, sums[i])
+                tl.store(parts + 4 * pieces + piece, everything)
+                tl.store(parts + 5 * pieces + piece, count.to(tl.int64))
+                tl.store(parts + 6 * pieces + piece, least.to(tl.int64))
+                tl.store(parts + 7 * pieces + piece, most.to(tl.int64))
         if piece == 0:
-            save_state(states + row, rows, state, listed, list_low, list_high)
+            save_state(states + row, rows, state, (listed, list_low, list_high))
 
 
 @triton.jit
-def resume(states, rows, parts, pieces, largest, options, PIECES: tl.constexpr):
-    """Return the state after the launch before, whether there is a list, and its interval."""
-    state, listed, list_low, list_high = load_state(states, rows)
-    if (listed == 0) & (state[0] != FIND):
-        state = update_state(state, join_found(parts, pieces, PIECES), largest, options)
-    return state, listed, list_low, list_high
+def search_pass(values, items, state, largest, options, FORM: tl.constexpr):
+    """Make the next pass of a search over `items` values; return what `add_above` does."""
+    top, inverse = largest.to(tl.float64), 1.0 / options[0]
+    chosen = choose_pivots(state, options)
+    return add_above(values, items, state[3], state[4], chosen, top, inverse, state[0] == TOP_K, FORM.weigh)
 
 
 @triton.jit
-def join_shares(
-    share_values, share_ids, lengths, part, pieces, list_values, list_ids,
-    PIECES: tl.constexpr, LIST: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Copy the shares of a list, one after the other, and return its length; ids are the row's from here on."""
-    which, lanes = tl.arange(0, PIECES), tl.arange(0, WIDTH)
-    length = tl.load(lengths + which, mask=which < pieces, other=0)
+def resume(states, rows, parts, pieces, largest, options, FORM: tl.constexpr):
+    """Return the state after the launch before, and the span of the list."""
+    state, span = load_state(states, rows)
+    if (span[0] == 0) & (state[0] != FIND):
+        state = update_state(state, join_found(parts, pieces, FORM.pieces), largest, options)
+    return state, span
+
+
+@triton.jit
+def join_shares(shares, row, pieces, part, list_values, list_ids, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Copy the shares of a row's list, one after the other, and return its length; ids are the row's from here on."""
+    which, lanes = tl.arange(0, FORM.pieces), tl.arange(0, WIDTH)
+    first_share = row.to(tl.int64) * pieces * FORM.list
+    length = tl.load(shares.lengths + row * pieces + which, mask=which < pieces, other=0)
     first = tl.cumsum(length, axis=0) - length
     for start in range(0, tl.max(length, axis=0), WIDTH):
         column = start + lanes
         here = column[None, :] < length[:, None]
-        source, target = which[:, None] * LIST + column[None, :], first[:, None] + column[None, :]
-        tl.store(list_values + target, tl.load(share_values + source, mask=here, other=0.0), mask=here)
-        ids = tl.load(share_ids + source, mask=here, other=0) + which[:, None] * part
+        source = first_share + which[:, None] * FORM.list + column[None, :]
+        target = first[:, None] + column[None, :]
+        tl.store(list_values + target, tl.load(shares.values + source, mask=here, other=0.0), mask=here)
+        ids = tl.load(shares.ids + source, mask=here, other=0) + which[:, None] * part
         tl.store(list_ids + target, ids, mask=here)
     tl.debug_barrier()  # threads read what others have written
     return tl.sum(length, axis=0)
 
 
 @triton.jit(do_not_specialize=["rows", "pieces"])
-def finish_rows(
-    logits, stride, choices, rows, size, part, pieces, tops, tokens, states, parts, share_values, share_ids, lengths,
-    list_values, list_ids, out,
-    FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
-    """Choose the token of one row, after some launches of `survey_pieces` unless this is the first of the search.
+def sample_rows_kernel(logits, rows, pieces, states, parts, shares, list_values, list_ids, out, FORM: tl.constexpr):
+    """Choose the token of one row, after some launches of `search_pieces_kernel` unless this is the first.
 
     Lists are [rows, LIST], out int64 [rows].
     """
     row = tl.program_id(0)
-    own, shares = row.to(tl.int64) * LIST, row.to(tl.int64) * pieces * LIST
+    own = row.to(tl.int64) * FORM.list
     list_values, list_ids = list_values + own, list_ids + own
-    options = load_options(choices, rows, row)
-    largest, token = largest_of_parts(tops, tokens, row, pieces, PIECES)
+    options = load_options(logits.options, rows, row)
+    largest, token = largest_of_parts(logits.tops, logits.tokens, row, pieces, FORM.pieces)
     if (options[0] > 0) & (tl.abs(largest) < float("inf")):
-        if FIRST:
-            state = initial_state(size, largest, options)
+        if FORM.first:
+            state = initial_state(logits.size, largest, options)
             length, list_low, list_high = state[1], state[4], state[4]
         else:
-            state, listed, list_low, list_high = resume(
-                states + row, rows, parts + row * FOUND * pieces, pieces, largest, options, PIECES
-            )
+            parts += row * FOUND * pieces
+            state, span = resume(states + row, rows, parts, pieces, largest, options, FORM)
+            listed, list_low, list_high = span
             length = listed * 0
             if listed > 0:
-                length = join_shares(share_values + shares, share_ids + shares, lengths + row * pieces, part, pieces,
-                                     list_values, list_ids, PIECES, LIST, 16)  # fmt: skip
-        token = _search(logits + row.to(tl.int64) * stride, list_values, list_ids, size, state, length, list_low,
-                        list_high, largest, options, BLOCK, READ, LIST)  # fmt: skip
+                length = join_shares(shares, row, pieces, logits.part, list_values, list_ids, FORM, 16)
+        values, found = logits.data + row.to(tl.int64) * logits.stride, (list_values, list_ids, length)
+        token = _search(values, logits.size, found, state, list_low, list_high, largest, options, FORM)
     tl.store(out + row, token.to(tl.int64))
 
 
 @triton.jit
-def _search(
-    values, list_values, list_ids, size, state, length, list_low, list_high, largest, options,
-    BLOCK: tl.constexpr, READ: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
-    """Go on from a state to the token of one row, int32; the list, if its length is not 0, holds (low, high]."""
-    top, inverse, whole = largest.to(tl.float64), 1.0 / options[0], tl.full((), 0, tl.int32) + size
+def _search(values, size, found, state, list_low, list_high, largest, options, FORM: tl.constexpr):
+    """Go on from a state to the token of one row, int32.
+
+    found: values and ids of a list, which holds (list_low, list_high], and its length, 0 if there is none.
+    """
+    list_values, list_ids, length = found
+    whole = tl.full((), 0, tl.int32) + size
     while state[0] != FIND:
         use_list = (length > 0) & (state[3] >= list_low) & (state[4] <= list_high)
-        if (state[2] <= LIST) & (use_list == 0):
-            list_low, list_high = list_ends(state, largest, options, LIST)
-            length = gather(values, size, list_low, list_high, list_values, list_ids, READ)
+        if (state[2] <= FORM.list) & (use_list == 0):
+            list_low, list_high = list_ends(state, largest, options, FORM.list)
+            length = gather(values, size, list_low, list_high, list_values, list_ids, FORM.read)
             use_list = length > 0
         if use_list:
             source, items = list_values, length
         else:
             source, items = values, whole
-        p0, p1, p2, p3 = choose_pivots(state, options)
-        found = add_above(source, items, state[3], state[4], p0, p1, p2, p3, top, inverse, state[0] == TOP_K, BLOCK)
-        state = update_state(state, found, largest, options)
+        state = update_state(state, search_pass(source, items, state, largest, options, FORM), largest, options)
     if (length > 0) & (state[3] >= list_low) & (state[4] <= list_high):
-        place = tl.load(list_ids + nth_equal(list_values, length, state[4], state[6], READ))
+        place = tl.load(list_ids + nth_equal(list_values, length, state[4], state[6], FORM.read))
     else:
-        place = nth_equal(values, size, state[4], state[6], READ)
+        place = nth_equal(values, size, state[4], state[6], FORM.read)
     return place
 
 
@@ -518,30 +534,30 @@ def draw(
     """
     (rows, size), device = logits.shape, logits.device
     pieces = -(-size // part)
-    width = 1 << (-(-size // min(part, weigh)) - 1).bit_length()  # of few rows and fewer: no kernel for each number
+    width = power_of_two(-(-size // min(part, weigh)))  # of few rows and fewer: no kernel for each number
     tops = torch.empty((rows, pieces), dtype=torch.float32, device=device)
-    # Each by itself, for Triton has other kernels where memory does not initial_state at a multiple of 16.
+    # Each by itself, for Triton has other kernels where memory does not begin at a multiple of 16.
     tokens, lengths = (torch.empty((rows, pieces), dtype=torch.int32, device=device) for _ in range(2))
     states = torch.empty((rounds, STATE + 3, rows), dtype=torch.int64, device=device)
     parts = torch.empty((rounds, rows, FOUND, pieces), dtype=torch.int64, device=device)
     values, ids = _lists(logits, rows)
     listing = rounds > 1 or (rounds == 1 and size <= LIST)  # whether lists can be made in pieces
-    shares = _lists(logits, rows * pieces) if listing else (values, ids)
+    shares = Shares(*(_lists(logits, rows * pieces) if listing else (values, ids)), lengths)
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    stride = logits.stride(0)
-    largest_parts[(rows, pieces)](logits, stride, size, part, tops, tokens, read)
+    largest_parts[(rows, pieces)](logits, logits.stride(0), size, part, tops, tokens, read)
+    given, form = (
+        Logits(logits, logits.stride(0), size, part, tops, tokens, options),
+        Draw(True, width, weigh, read, LIST),
+    )
     for turn in range(rounds):
-        last = max(0, turn - 1)
-        survey_pieces[(rows, pieces)](
-            logits, stride, options, rows, size, part, tops, tokens, states[last], parts[last], states[turn],
-            parts[turn], *shares, lengths,
-            FIRST=turn == 0, PIECES=width, BLOCK=weigh, READ=read, LIST=LIST, num_warps=num_warps,
-        )  # fmt: skip
-    finish_rows[(rows,)](
-        logits, stride, options, rows, size, part, pieces, tops, tokens, states[-1:], parts[-1:], *shares,
-        lengths, values, ids, out,
-        FIRST=rounds == 0, PIECES=width, BLOCK=weigh, READ=read, LIST=LIST, num_warps=num_warps,
-    )  # fmt: skip
+        last, form = max(0, turn - 1), form._replace(first=turn == 0)
+        search_pieces_kernel[(rows, pieces)](
+            given, rows, states[last], parts[last], states[turn], parts[turn], shares, FORM=form, num_warps=num_warps
+        )
+    form = form._replace(first=rounds == 0)
+    sample_rows_kernel[(rows,)](
+        given, rows, pieces, states[-1:], parts[-1:], shares, values, ids, out, FORM=form, num_warps=num_warps
+    )
     return out
 
 

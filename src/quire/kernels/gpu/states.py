@@ -5,6 +5,8 @@ Sequences that pad a step (seq_len 0) have no state that is read or written.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -14,9 +16,70 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.activations import KINDS, activate, activation_number
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.graphs import splitting_op
-from quire.kernels.gpu.norms import as_rows
+from quire.kernels.gpu.kernel_args import power_of_two, rows_of
+from quire.kernels.gpu.rows import as_rows
 
 COLUMNS = 32  # of a matrix that one program has: 4 programs a head of 128, or 128 of a sequence with 32 heads
+CHUNK = 64
+SEQUENCES = 256  # that are looked at at least, so that no kernel is compiled for each number of them
+
+
+class Sequences(NamedTuple):
+    """Of the sequences of a step: first rows int32 [S + 1], lengths int32 [S], rows of their states int64 [S].
+
+    runs: of chunks, or of tokens, see `_chunk_ends` and `token_owners`; None where nothing is asked of it.
+    """
+
+    starts: Any
+    lengths: Any
+    state_rows: Any
+    runs: Any
+
+
+class DeltaInputs(NamedTuple):
+    """q, k [T, Hk * DK], v [T, Hv * DV], decay (its logarithm) and beta [T, Hv], each as `Rows`."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay: Any
+    beta: Any
+
+
+class Delta(NamedTuple):
+    """What the gated delta rule is compiled for.
+
+    single: every sequence has one token. heads: value heads, `shared` of which have one key head. DK, DV: sizes of keys
+    and values; KB: the former padded. VB: columns of a program. SB: sequences, padded.
+    """
+
+    single: bool
+    heads: int
+    shared: int
+    DK: int
+    DV: int
+    KB: int
+    VB: int
+    SB: int = SEQUENCES
+
+
+def delta_inputs(*tensors: torch.Tensor) -> DeltaInputs:
+    """Return q, k, v, decay and beta as kernels take them."""
+    return DeltaInputs(*(rows_of(as_rows(x)) for x in tensors))
+
+
+def sequences_of(metadata: AttentionMetadata, runs: torch.Tensor | None = None) -> Sequences:
+    """Return the sequences of a step as kernels take them."""
+    return Sequences(metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows, runs)
+
+
+@triton.jit
+def _matrix(state, batch, s, head, column, FORM: tl.constexpr):
+    """Return where columns of a head's matrix of a sequence are, [KB, VB], and which of these exist."""
+    depth = tl.arange(0, FORM.KB)
+    place = state + (tl.load(batch.state_rows + s) * FORM.heads + head) * FORM.DK * FORM.DV
+    mask = (depth < FORM.DK)[:, None] & (column < FORM.DV)[None, :]
+    return place + depth[:, None] * FORM.DV + column[None, :], mask
 
 
 # The gated delta rule token by token: for decoding, and where bits must not depend on how a prompt was cut into steps.
@@ -26,63 +89,45 @@ COLUMNS = 32  # of a matrix that one program has: 4 programs a head of 128, or 1
 
 
 @triton.jit
-def delta_scan_kernel(
-    q, k, v, decay, beta, state, out, starts, seq_lens, state_rows,
-    q_stride, k_stride, v_stride, decay_stride, beta_stride, heads, shared,
-    SINGLE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
-):  # fmt: skip
-    """Program (block of columns, value head, sequence)."""
-    column = tl.program_id(0) * VB + tl.arange(0, VB)
+def delta_scan_kernel(x, state, out, batch, FORM: tl.constexpr):
+    """Program (block of columns, value head, sequence). x: `DeltaInputs`, state [rows, Hv, DK, DV], out [T, Hv*DV]."""
+    column = tl.program_id(0) * FORM.VB + tl.arange(0, FORM.VB)
     head, s = tl.program_id(1), tl.program_id(2)
-    keys = tl.load(seq_lens + s)
+    keys = tl.load(batch.lengths + s)
     first, count = s, 1
-    if not SINGLE:
-        first = tl.load(starts + s)
-        count = tl.load(starts + s + 1) - first
+    if not FORM.single:
+        first = tl.load(batch.starts + s)
+        count = tl.load(batch.starts + s + 1) - first
     if keys <= 0 or count <= 0:
         return
-    depth = tl.arange(0, KB)
-    inside, deep = column < DV, depth < DK
-    place = state + (tl.load(state_rows + s) * heads + head) * DK * DV + depth[:, None] * DV + column[None, :]
-    whole = deep[:, None] & inside[None, :]
+    depth, inside = tl.arange(0, FORM.KB), column < FORM.DV
+    deep = depth < FORM.DK
+    place, whole = _matrix(state, batch, s, head, column, FORM)
     matrix = tl.load(place, mask=whole & (keys > count), other=0)
-    key_head = head // shared
+    key_at = head // FORM.shared * FORM.DK + depth
     for token in range(count):
         row = (first + token).to(tl.int64)
-        key = tl.load(k + row * k_stride + key_head * DK + depth, mask=deep, other=0).to(tl.float32)
-        query = tl.load(q + row * q_stride + key_head * DK + depth, mask=deep, other=0).to(tl.float32)
-        value = tl.load(v + row * v_stride + head * DV + column, mask=inside, other=0).to(tl.float32)
-        gate = tl.load(beta + row * beta_stride + head).to(tl.float32)
-        matrix *= tl.exp(tl.load(decay + row * decay_stride + head).to(tl.float32))
+        key = tl.load(x.k.data + row * x.k.stride + key_at, mask=deep, other=0).to(tl.float32)
+        query = tl.load(x.q.data + row * x.q.stride + key_at, mask=deep, other=0).to(tl.float32)
+        value_at = x.v.data + row * x.v.stride + head * FORM.DV + column
+        value = tl.load(value_at, mask=inside, other=0).to(tl.float32)
+        gate = tl.load(x.beta.data + row * x.beta.stride + head).to(tl.float32)
+        matrix *= tl.exp(tl.load(x.decay.data + row * x.decay.stride + head).to(tl.float32))
         change = (value - tl.sum(key[:, None] * matrix, 0)) * gate
         matrix += key[:, None] * change[None, :]
         found = tl.sum(query[:, None] * matrix, 0)
-        tl.store(out + (row * heads + head) * DV + column, found.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + (row * FORM.heads + head) * FORM.DV + column, found.to(out.dtype.element_ty), mask=inside)
     tl.store(place, matrix, mask=whole)
 
 
-def scan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    metadata: AttentionMetadata,
-    out: torch.Tensor,
-) -> None:
+def scan(x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
     """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous."""
     _, heads, depth, width = state.shape
-    columns = min(COLUMNS, triton.next_power_of_2(width))
-    delta_scan_kernel[(triton.cdiv(width, columns), heads, metadata.seq_lens.shape[0])](
-        q, k, v, decay, beta, state, out, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows,
-        q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), heads, heads * depth // k.shape[1],
-        SINGLE=metadata.single, DK=depth, DV=width, KB=triton.next_power_of_2(depth), VB=columns,
-    )  # fmt: skip
-
-
-CHUNK = 64
-SEQUENCES = 256  # that are looked at at least, so that no kernel is compiled for each number of them
+    columns = min(COLUMNS, power_of_two(width))
+    shared = heads * depth // x.k.data.shape[1]
+    form = Delta(metadata.single, heads, shared, depth, width, power_of_two(depth), columns)
+    grid = -(-width // columns), heads, metadata.seq_lens.shape[0]
+    delta_scan_kernel[grid](x, state, out, sequences_of(metadata), FORM=form)
 
 
 # The gated delta rule in chunks of tokens, so that prompts are matrix products (Yang et al. 2024, section 3.3).
@@ -112,36 +157,33 @@ def _product(x, y):
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def prepare_kernel(
-    q, k, decay, beta, inverses, weights, sums, starts, ends,
-    q_stride, k_stride, decay_stride, beta_stride, num_sequences, heads, shared,
-    DK: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
+def prepare_kernel(x, workspace, batch, num_sequences, FORM: tl.constexpr, C: tl.constexpr):
     """Program (chunk, value head): (I + A)^-1 diag(beta) and the weights of outputs, [C, C] each; g and what is left of
     it to the chunk's end, [2, C].
 
     Sums of decays are long, and differences of them may be short: these would have the rounding of those.
     """
+    inverses, weights, sums = workspace
     chunk, head = tl.program_id(0), tl.program_id(1)
-    index = tl.arange(0, SB)
-    before = (tl.load(ends + index, mask=index < num_sequences, other=2147483647) <= chunk).to(tl.int32)
+    index = tl.arange(0, FORM.SB)
+    before = (tl.load(batch.runs + index, mask=index < num_sequences, other=2147483647) <= chunk).to(tl.int32)
     s = tl.sum(before, 0)
     if s >= num_sequences:
         return
     earlier = 0
     if s > 0:
-        earlier = tl.load(ends + s - 1)
+        earlier = tl.load(batch.runs + s - 1)
     place = tl.arange(0, C)
-    row = tl.load(starts + s) + (chunk - earlier) * C + place
-    valid = row < tl.load(starts + s + 1)
+    row = tl.load(batch.starts + s) + (chunk - earlier) * C + place
+    valid = row < tl.load(batch.starts + s + 1)
     row = row.to(tl.int64)
-    depth = tl.arange(0, KB)
-    mask = valid[:, None] & (depth < DK)[None, :]
-    column = head // shared * DK + depth
-    keys = tl.load(k + row[:, None] * k_stride + column[None, :], mask=mask, other=0)
-    queries = tl.load(q + row[:, None] * q_stride + column[None, :], mask=mask, other=0)
-    gate = tl.load(beta + row * beta_stride + head, mask=valid, other=0).to(tl.float32)
-    decays = tl.load(decay + row * decay_stride + head, mask=valid, other=0).to(tl.float64)
+    depth = tl.arange(0, FORM.KB)
+    mask = valid[:, None] & (depth < FORM.DK)[None, :]
+    column = head // FORM.shared * FORM.DK + depth
+    keys = tl.load(x.k.data + row[:, None] * x.k.stride + column[None, :], mask=mask, other=0)
+    queries = tl.load(x.q.data + row[:, None] * x.q.stride + column[None, :], mask=mask, other=0)
+    gate = tl.load(x.beta.data + row * x.beta.stride + head, mask=valid, other=0).to(tl.float32)
+    decays = tl.load(x.decay.data + row * x.decay.stride + head, mask=valid, other=0).to(tl.float64)
     exact = tl.cumsum(decays, 0)
     total = exact.to(tl.float32)
     rest = (exact - total.to(tl.float64)).to(tl.float32)
@@ -159,7 +201,7 @@ def prepare_kernel(
 
     seen = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * fade
     seen = tl.where(place[:, None] >= place[None, :], seen, 0.0)
-    slot = chunk.to(tl.int64) * heads + head
+    slot = chunk.to(tl.int64) * FORM.heads + head
     square = slot * C * C + place[:, None] * C + place[None, :]
     tl.store(inverses + square, solved * gate[None, :])
     tl.store(weights + square, seen.to(weights.dtype.element_ty))
@@ -168,36 +210,33 @@ def prepare_kernel(
 
 
 @triton.jit
-def advance_kernel(
-    q, k, v, state, out, inverses, weights, sums, starts, seq_lens, state_rows, ends,
-    q_stride, k_stride, v_stride, heads, shared,
-    DK: tl.constexpr, DV: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def advance_kernel(x, state, out, workspace, batch, FORM: tl.constexpr, C: tl.constexpr):
     """Program (block of columns, value head, sequence): outputs of all its chunks, and the matrix after them."""
-    column = tl.program_id(0) * VB + tl.arange(0, VB)
+    inverses, weights, sums = workspace
+    column = tl.program_id(0) * FORM.VB + tl.arange(0, FORM.VB)
     head, s = tl.program_id(1), tl.program_id(2)
-    first, stop = tl.load(starts + s), tl.load(starts + s + 1)
+    first, stop = tl.load(batch.starts + s), tl.load(batch.starts + s + 1)
     if stop <= first:
         return
     chunk = 0
     if s > 0:
-        chunk = tl.load(ends + s - 1)
-    depth, place = tl.arange(0, KB), tl.arange(0, C)
-    inside, deep = column < DV, depth < DK
-    matrix_place = state + (tl.load(state_rows + s) * heads + head) * DK * DV + depth[:, None] * DV + column[None, :]
-    whole = deep[:, None] & inside[None, :]
-    matrix = tl.load(matrix_place, mask=whole & (tl.load(seq_lens + s) > stop - first), other=0)
-    key_column = head // shared * DK + depth
+        chunk = tl.load(batch.runs + s - 1)
+    depth, place = tl.arange(0, FORM.KB), tl.arange(0, C)
+    inside, deep = column < FORM.DV, depth < FORM.DK
+    matrix_place, whole = _matrix(state, batch, s, head, column, FORM)
+    matrix = tl.load(matrix_place, mask=whole & (tl.load(batch.lengths + s) > stop - first), other=0)
+    key_column = head // FORM.shared * FORM.DK + depth
     square = place[:, None] * C + place[None, :]
     for begin in range(first, stop, C):
         row = (begin + place).to(tl.int64)
         valid = row < stop
         mask = valid[:, None] & deep[None, :]
-        keys = tl.load(k + row[:, None] * k_stride + key_column[None, :], mask=mask, other=0)
-        queries = tl.load(q + row[:, None] * q_stride + key_column[None, :], mask=mask, other=0)
+        keys = tl.load(x.k.data + row[:, None] * x.k.stride + key_column[None, :], mask=mask, other=0)
+        queries = tl.load(x.q.data + row[:, None] * x.q.stride + key_column[None, :], mask=mask, other=0)
         value_mask = valid[:, None] & inside[None, :]
-        values = tl.load(v + row[:, None] * v_stride + (head * DV + column)[None, :], mask=value_mask, other=0)
-        slot = chunk.to(tl.int64) * heads + head  # type: ignore[attr-defined]  # a number of Triton
+        value_at = x.v.data + row[:, None] * x.v.stride + (head * FORM.DV + column)[None, :]
+        values = tl.load(value_at, mask=value_mask, other=0)
+        slot = chunk.to(tl.int64) * FORM.heads + head  # type: ignore[attr-defined]  # a number of Triton
         inverse = tl.load(inverses + slot * C * C + square)
         weight = tl.load(weights + slot * C * C + square)
         total = tl.load(sums + slot * 2 * C + place)
@@ -210,7 +249,7 @@ def advance_kernel(
         if keys.dtype != tl.float32:
             added += tl.dot((inverse - high.to(tl.float32)).to(keys.dtype), missing.to(keys.dtype))
         found = grown * _product(queries, matrix) + _product(weight, added)
-        target = out + (row * heads + head)[:, None] * DV + column[None, :]
+        target = out + (row * FORM.heads + head)[:, None] * FORM.DV + column[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=value_mask)
         faded = added * tl.exp(left)[:, None]
         matrix = matrix * tl.exp(last) + _product(tl.trans(keys), faded)
@@ -228,36 +267,22 @@ def _chunk_ends(metadata: AttentionMetadata) -> torch.Tensor:
     return ends
 
 
-def advance(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    metadata: AttentionMetadata,
-    out: torch.Tensor,
-) -> None:
+def advance(x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
     """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous. Products have the precision of float32."""
     _, heads, depth, width = state.shape
-    sequences, shared = metadata.seq_lens.shape[0], heads * depth // k.shape[1]
-    ends, most = _chunk_ends(metadata), triton.cdiv(q.shape[0], CHUNK) + sequences
-    inverses = torch.empty((most, heads, CHUNK, CHUNK), dtype=torch.float32, device=q.device)
+    q, device = x.q.data, out.device
+    sequences = metadata.seq_lens.shape[0]
+    most = -(-q.shape[0] // CHUNK) + sequences
+    inverses = torch.empty((most, heads, CHUNK, CHUNK), dtype=torch.float32, device=device)
     weights = torch.empty_like(inverses, dtype=q.dtype)  # these only matter to outputs
-    sums = torch.empty((most, heads, 2, CHUNK), dtype=torch.float32, device=q.device)
-    padded = max(16, triton.next_power_of_2(depth))
-    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
-    prepare_kernel[(most, heads)](
-        q, k, decay, beta, inverses, weights, sums, metadata.cu_query_lens, ends,
-        q.stride(0), k.stride(0), decay.stride(0), beta.stride(0), sequences, heads, shared,
-        DK=depth, KB=padded, C=CHUNK, SB=max(SEQUENCES, triton.next_power_of_2(sequences)), num_warps=8,
-    )  # fmt: skip
-    advance_kernel[(triton.cdiv(width, columns), heads, sequences)](
-        q, k, v, state, out, inverses, weights, sums,
-        metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows, ends,
-        q.stride(0), k.stride(0), v.stride(0), heads, shared,
-        DK=depth, DV=width, KB=padded, VB=columns, C=CHUNK, num_warps=4, num_stages=2,
-    )  # fmt: skip
+    sums = torch.empty((most, heads, 2, CHUNK), dtype=torch.float32, device=device)
+    workspace, batch = (inverses, weights, sums), sequences_of(metadata, _chunk_ends(metadata))
+    columns = min(COLUMNS, max(16, power_of_two(width)))
+    sizes = heads, heads * depth // x.k.data.shape[1], depth, width, max(16, power_of_two(depth)), columns
+    form = Delta(False, *sizes, max(SEQUENCES, power_of_two(sequences)))
+    prepare_kernel[(most, heads)](x, workspace, batch, sequences, FORM=form, C=CHUNK, num_warps=8)
+    grid = -(-width // columns), heads, sequences
+    advance_kernel[grid](x, state, out, workspace, batch, FORM=form, C=CHUNK, num_warps=4, num_stages=2)
 
 
 CHANNELS = 512  # of a program that has one token
@@ -270,94 +295,99 @@ TILE = (16, 128)  # tokens and channels of a program that has several
 # second launch updates the states.
 
 
+class Conv(NamedTuple):
+    """What a convolution is compiled for: `taps`, one less of them padded, tokens and channels of a program."""
+
+    activation: int
+    taps: int
+    padded: int
+    rows: int
+    block: int
+
+
 @triton.jit
-def conv_single_kernel(
-    x, weight, bias, state, out, seq_lens, state_rows, x_stride, channels,
-    BIASED: tl.constexpr, KIND: tl.constexpr, TAPS: tl.constexpr, TB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def conv_single_kernel(x, weight, bias, state, out, batch, channels, FORM: tl.constexpr):
     """Program (sequence, block of channels): convolve its one token, and shift its state."""
     s = tl.program_id(0)
-    keys = tl.load(seq_lens + s)
+    keys = tl.load(batch.lengths + s)
     if keys <= 0:
         return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * FORM.block + tl.arange(0, FORM.block)
     inside = column < channels
-    own = state + tl.load(state_rows + s) * (TAPS - 1) * channels + column
+    own = state + tl.load(batch.state_rows + s) * (FORM.taps - 1) * channels + column
+    BLOCK: tl.constexpr = FORM.block
     total = tl.zeros([BLOCK], tl.float32)
-    if BIASED:
+    if bias is not None:
         total += tl.load(bias + column, mask=inside, other=0)
-    newest = tl.load(x + s.to(tl.int64) * x_stride + column, mask=inside, other=0).to(tl.float32)
-    total += tl.load(weight + (TAPS - 1) * channels + column, mask=inside, other=0) * newest
-    if TAPS > 1:
-        tap = tl.arange(0, TB)[:, None]
-        older = (tap < TAPS - 1) & inside[None, :]
+    newest = tl.load(x.data + s.to(tl.int64) * x.stride + column, mask=inside, other=0).to(tl.float32)
+    total += tl.load(weight + (FORM.taps - 1) * channels + column, mask=inside, other=0) * newest
+    if FORM.taps > 1:
+        tap = tl.arange(0, FORM.padded)[:, None]
+        older = (tap < FORM.taps - 1) & inside[None, :]
         places = own[None, :] + tap * channels
         values = tl.load(places, mask=older & (keys > 1), other=0)
         factors = tl.load(weight + tap * channels + column[None, :], mask=older, other=0)
         total += tl.sum(values * factors, 0)
         tl.debug_barrier()  # nobody writes before all have read
         tl.store(places - channels, values, mask=older & (tap > 0))
-        tl.store(own + (TAPS - 2) * channels, newest, mask=inside)
-    made = activate(total, KIND).to(out.dtype.element_ty)
-    tl.store(out + s.to(tl.int64) * channels + column, made, mask=inside)
+        tl.store(own + (FORM.taps - 2) * channels, newest, mask=inside)
+    result = activate(total, FORM.activation).to(out.dtype.element_ty)
+    tl.store(out + s.to(tl.int64) * channels + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_sequences"])
-def conv_kernel(
-    x, weight, bias, state, out, starts, seq_lens, state_rows, owners, x_stride, tokens, channels, num_sequences,
-    BIASED: tl.constexpr, KIND: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (block of tokens, block of channels); `owners` [T] are the tokens' sequences. States stay as they are."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def conv_kernel(x, weight, bias, state, out, batch, tokens, channels, num_sequences, FORM: tl.constexpr):
+    """Program (block of tokens, block of channels); the batch's runs are owners of tokens. States stay as they are."""
+    row = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
+    column = tl.program_id(1) * FORM.block + tl.arange(0, FORM.block)
     inside = column < channels
-    s = tl.load(owners + row, mask=row < tokens, other=num_sequences)
+    s = tl.load(batch.runs + row, mask=row < tokens, other=num_sequences)
     valid = s < num_sequences
-    first = tl.load(starts + s, mask=valid, other=0)
-    count = tl.load(starts + s + 1, mask=valid, other=0) - first
-    remembers = valid & (tl.load(seq_lens + s, mask=valid, other=0) > count)
-    own = tl.load(state_rows + s, mask=valid, other=0) * (TAPS - 1) * channels
+    first = tl.load(batch.starts + s, mask=valid, other=0)
+    count = tl.load(batch.starts + s + 1, mask=valid, other=0) - first
+    remembers = valid & (tl.load(batch.lengths + s, mask=valid, other=0) > count)
+    own = tl.load(batch.state_rows + s, mask=valid, other=0) * (FORM.taps - 1) * channels
+    TAPS: tl.constexpr = FORM.taps
+    ROWS: tl.constexpr = FORM.rows
+    BLOCK: tl.constexpr = FORM.block
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    if BIASED:
+    if bias is not None:
         total += tl.load(bias + column, mask=inside, other=0)[None, :]
     for tap in tl.static_range(TAPS):
         source = row - (TAPS - 1) + tap  # in the step, or, if before the sequence's first token, in its state
         new = (valid & (source >= first))[:, None] & inside[None, :]
         old = (remembers & (source < first))[:, None] & inside[None, :]
-        place = source.to(tl.int64)[:, None] * x_stride + column[None, :]
-        value = tl.load(x + place, mask=new, other=0).to(tl.float32)
+        place = source.to(tl.int64)[:, None] * x.stride + column[None, :]
+        value = tl.load(x.data + place, mask=new, other=0).to(tl.float32)
         if tap < TAPS - 1:
             place = (own + (source - first + TAPS - 1) * channels)[:, None] + column[None, :]
             value += tl.load(state + place, mask=old, other=0)
         total += tl.load(weight + tap * channels + column, mask=inside, other=0)[None, :] * value
-    made = activate(total, KIND).to(out.dtype.element_ty)
+    result = activate(total, FORM.activation).to(out.dtype.element_ty)
     target = out + row.to(tl.int64)[:, None] * channels + column[None, :]
-    tl.store(target, made, mask=valid[:, None] & inside[None, :])
+    tl.store(target, result, mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
-def conv_state_kernel(
-    x, state, starts, seq_lens, state_rows, x_stride, channels,
-    TAPS: tl.constexpr, TB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, block of channels): keep its last TAPS - 1 inputs."""
+def conv_state_kernel(x, state, batch, channels, FORM: tl.constexpr):
+    """Program (sequence, block of channels): keep its last taps - 1 inputs."""
     s = tl.program_id(0)
-    first = tl.load(starts + s)
-    count = tl.load(starts + s + 1) - first
+    first = tl.load(batch.starts + s)
+    count = tl.load(batch.starts + s + 1) - first
     if count <= 0:
         return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * FORM.block + tl.arange(0, FORM.block)
     inside = column < channels
-    slot = tl.arange(0, TB)[:, None]
-    wanted = (slot < TAPS - 1) & inside[None, :]
-    own = state + tl.load(state_rows + s) * (TAPS - 1) * channels + column[None, :]
-    source = count - (TAPS - 1) + slot  # among the step's tokens; below 0 they are in the state, further on
-    old = wanted & (source < 0) & (tl.load(seq_lens + s) > count)
+    slot = tl.arange(0, FORM.padded)[:, None]
+    exists = (slot < FORM.taps - 1) & inside[None, :]
+    own = state + tl.load(batch.state_rows + s) * (FORM.taps - 1) * channels + column[None, :]
+    source = count - (FORM.taps - 1) + slot  # among the step's tokens; below 0 they are in the state, further on
+    old = exists & (source < 0) & (tl.load(batch.lengths + s) > count)
     values = tl.load(own + (slot + count) * channels, mask=old, other=0)
-    place = (first + source).to(tl.int64) * x_stride + column[None, :]
-    values += tl.load(x + place, mask=wanted & (source >= 0), other=0).to(tl.float32)
+    place = (first + source).to(tl.int64) * x.stride + column[None, :]
+    values += tl.load(x.data + place, mask=exists & (source >= 0), other=0).to(tl.float32)
     tl.debug_barrier()  # nobody writes before all have read
-    tl.store(own + slot * channels, values, mask=wanted)
+    tl.store(own + slot * channels, values, mask=exists)
 
 
 def token_owners(tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
@@ -377,34 +407,27 @@ def convolve(
     bias: torch.Tensor | None,
     state: torch.Tensor,
     metadata: AttentionMetadata,
-    kind: int,
+    activation: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See `Backend.causal_conv`; `kind` is a number of `activations.py`, the result is of `dtype`."""
+    """See `Backend.causal_conv`; `activation` is a number of `activations.py`, the result is of `dtype`."""
     tokens, channels = x.shape
     taps, sequences = weight.shape[0], metadata.seq_lens.shape[0]
     out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
     if tokens == 0:
         return out
-    padded = triton.next_power_of_2(max(taps - 1, 1))
-    biases = weight if bias is None else bias
+    single = Conv(activation, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
+    grid = sequences, -(-channels // CHANNELS)
     if metadata.single:
-        conv_single_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
-            x, weight, biases, state, out, metadata.seq_lens, metadata.state_rows, x.stride(0), channels,
-            BIASED=bias is not None, KIND=kind, TAPS=taps, TB=padded, BLOCK=CHANNELS,
-        )  # fmt: skip
+        conv_single_kernel[grid](rows_of(x), weight, bias, state, out, sequences_of(metadata), channels, FORM=single)
         return out
     rows, block = TILE
-    conv_kernel[(triton.cdiv(tokens, rows), triton.cdiv(channels, block))](
-        x, weight, biases, state, out, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows,
-        token_owners(tokens, metadata), x.stride(0), tokens, channels, sequences,
-        BIASED=bias is not None, KIND=kind, TAPS=taps, ROWS=rows, BLOCK=block,
-    )  # fmt: skip
+    form, batch = single._replace(rows=rows, block=block), sequences_of(metadata, token_owners(tokens, metadata))
+    conv_kernel[(-(-tokens // rows), -(-channels // block))](
+        rows_of(x), weight, bias, state, out, batch, tokens, channels, sequences, FORM=form
+    )
     if taps > 1:
-        conv_state_kernel[(sequences, triton.cdiv(channels, CHANNELS))](
-            x, state, metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows, x.stride(0), channels,
-            TAPS=taps, TB=padded, BLOCK=CHANNELS,
-        )  # fmt: skip
+        conv_state_kernel[grid](rows_of(x), state, sequences_of(metadata), channels, FORM=single)
     return out
 
 
@@ -448,7 +471,7 @@ class StateOps(ArrayOps):
             return out
         one_by_one = metadata.single or self.batch_invariant or v.shape[0] <= FEW_TOKENS
         compute = scan if one_by_one else advance
-        compute(as_rows(q), as_rows(k), as_rows(v), as_rows(decay), as_rows(beta), state, metadata, out)
+        compute(delta_inputs(q, k, v, decay, beta), state, metadata, out)
         return out
 
     def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
