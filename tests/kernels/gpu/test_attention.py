@@ -188,7 +188,8 @@ def test_more_sequences_than_are_looked_at_at_once(monkeypatch: pytest.MonkeyPat
     backend = backend_of()
     chunks = [(s, 0, length) for s, length in enumerate(lengths)]
     metadata = scene.metadata(chunks, known=False)
-    launch = replace(attention_plan.prompt_launch(backend, scene.cache(backend), scene.params(), 10), short=2)
+    launch = attention_plan.prompt_launch(backend, scene.cache(backend), scene.params(), 10)
+    launch = launch._replace(tiling=launch.tiling._replace(short=2))
     q = scene.queries(chunks, "float32")
     out = torch.full_like(q.contiguous(), 7.0)
     backend._launch(launch, q, scene.cache(backend), metadata, scene.params(), out, 0)
@@ -218,7 +219,8 @@ def test_both_kernels_agree() -> None:
     backend, params = backend_of("float16"), scene.params()
     chunks = [(0, 35, 36), (1, 19, 20)]
     single = scene.check(backend, chunks, params, single=True)
-    launch = replace(attention_plan.prompt_launch(backend, scene.cache(backend), params, 2), short=0)
+    launch = attention_plan.prompt_launch(backend, scene.cache(backend), params, 2)
+    launch = launch._replace(tiling=launch.tiling._replace(short=0))
     out = torch.empty_like(single)
     backend._launch(
         launch, scene.queries(chunks, "float16"), scene.cache(backend), scene.metadata(chunks), params, out, 0

@@ -57,6 +57,7 @@ def repair_interpreter() -> None:
     _compute_with_narrow_floats(interpreter, floats)
     _patch_once_a_launch(interpreter)
     _check_overflow_at_once(interpreter)
+    _make_types_once(interpreter)
 
 
 def _compute_with_narrow_floats(interpreter: Any, floats: dict[Any, torch.dtype]) -> None:
@@ -126,6 +127,38 @@ def _check_overflow_at_once(interpreter: Any) -> None:
         return None
 
     TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _make_types_once(interpreter: Any) -> None:
+    """Look up what each tensor of a type and shape has the same, rather than make it again for every one."""
+    import triton.language as tl
+
+    block_type, tensor = tl.core.block_type, tl.core.tensor
+    make_block, find_dtype = block_type.__init__, interpreter._get_np_dtype
+    known: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, np.dtype] = {}
+    scalar = tl.core.constexpr(1), tl.core.tuple([])
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in known:
+            make_block(self, element_ty, shape)
+            self.tensor_shape = tl.core.constexpr(self.numel), tl.core.tuple([tl.core.constexpr(n) for n in self.shape])
+            known[key] = self.__dict__
+        self.__dict__ = known[key]  # types do not change
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.tensor_shape if type.is_block() else scalar
+
+    def get_np_dtype(type: Any) -> np.dtype:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(type)
+        return dtypes[name]
+
+    block_type.__init__, tensor.__init__ = init_block, init_tensor
+    interpreter._get_np_dtype = get_np_dtype
 
 
 def _convert(values: np.ndarray, source: torch.dtype, target: torch.dtype) -> np.ndarray:
