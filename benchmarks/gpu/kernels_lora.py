@@ -84,7 +84,7 @@ def _dense(y: torch.Tensor, x: torch.Tensor, layers: list[LoRASlots], sizes: lis
 
     def run(turn: int) -> None:
         column = 0
-        for size, part in zip(sizes, layers[turn % len(layers)].held[0], strict=True):
+        for size, part in zip(sizes, layers[turn % len(layers)].adapters[0], strict=True):
             assert part is not None and part.a is not None and part.b is not None
             y[:, column : column + size].addmm_(x @ part.a.T, part.b.T)
             column += size

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.checkpoint.hf_config import load_model_info
 from quire.kernels.gpu.backend import GPUBackend
-from quire.kernels.gpu.lanes import AtOnce, Lanes
+from quire.kernels.gpu.streams import Streams
 from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.lanes import Late
 from tests.helpers.runner_driver import RunnerDriver
+from tests.helpers.streams import Late
 from tests.kernels.gpu.common import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -35,15 +36,15 @@ SMALL: dict[str, Any] = {
 
 
 class Streaming(GPUBackend):
-    """The GPU's backend with lanes of the test."""
+    """The GPU's backend with streams of the test."""
 
-    def __init__(self, kv_dtype: str, lanes: Callable[[], Lanes]) -> None:
+    def __init__(self, kv_dtype: str, streams: Callable[[], Streams]) -> None:
         super().__init__("float32", kv_dtype, DEVICE)
-        self._lanes_of_test = lanes
+        self._streams_of_test = streams
 
-    def new_lanes(self) -> Lanes:
+    def new_streams(self) -> Streams:
         """Those of the test."""
-        return self._lanes_of_test()
+        return self._streams_of_test()
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +52,29 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", **SMALL)
 
 
-def late(seed: int) -> Callable[[], Lanes]:
+def late(seed: int) -> Callable[[], Streams]:
     return lambda: Late(random.Random(seed).randrange)
 
 
-def make(folder: Path, kv_dtype: str, lanes: Callable[[], Lanes] | None) -> RunnerDriver:
-    """Return a driver of a runner; all its blocks are whole where there are no lanes."""
-    backend = Streaming(kv_dtype, lanes or AtOnce)
-    layerwise = {"num_layerwise_blocks": LAYERWISE, "num_resident_layers": RESIDENT} if lanes else {}
+def make(folder: Path, kv_dtype: str, streams: Callable[[], Streams] | None) -> RunnerDriver:
+    """Return a driver of a runner; all its blocks are whole where there are no streams."""
+    backend = Streaming(kv_dtype, streams or (lambda: Streams(torch.device(DEVICE))))
+    layerwise = {"num_layerwise_blocks": LAYERWISE, "num_resident_layers": RESIDENT} if streams else {}
     return RunnerDriver(load_model(load_model_info(folder), backend), backend, num_blocks=BLOCKS, **layerwise)
 
 
-def short(folder: Path, lanes: Callable[[], Lanes] | None) -> list[Any]:
+def short(folder: Path, streams: Callable[[], Streams] | None) -> list[Any]:
     """Drive one sequence; return what was said."""
-    driver = make(folder, "float32", lanes)
+    driver = make(folder, "float32", streams)
     driver.add("a", PROMPT[:6], GREEDY)
     outputs = [driver.step({"a": count}) for count in (5, 1, 1)]
     driver.runner.close()
     return [output.logprobs for output in outputs]
 
 
-def drive(folder: Path, kv_dtype: str, lanes: Callable[[], Lanes] | None) -> dict[str, Any]:
-    """Drive sequences through all that happens to blocks; all are whole where there are no lanes."""
-    driver = make(folder, kv_dtype, lanes)
+def drive(folder: Path, kv_dtype: str, streams: Callable[[], Streams] | None) -> dict[str, Any]:
+    """Drive sequences through all that happens to blocks; all are whole where there are no streams."""
+    driver = make(folder, kv_dtype, streams)
     found: dict[str, Any] = {}
 
     def step(*args: Any, **kwargs: Any) -> None:

@@ -95,60 +95,63 @@ def test_latents_are_written_alone(kv_dtype: str) -> None:
 
 HEADS = [(4, 2, 16, 16), (3, 1, 24, 8), (6, 3, 10, 4), (17, 9, 128, 64)]
 ROTATIONS = mostly_slow(
-    product(KV_DTYPES, HEADS, [False, True]),
-    *[("float32", HEADS[0], False), ("bfloat16", HEADS[1], True), ("int8", HEADS[2], False), ("fp8", HEADS[0], True)],
+    product(KV_DTYPES, HEADS, [False, True], ACTS),
+    ("float32", HEADS[0], False, "float32"),
+    ("bfloat16", HEADS[1], True, "bfloat16"),
+    ("int8", HEADS[2], False, "float16"),
+    ("fp8", HEADS[0], True, "bfloat16"),
 )
 
 
 @pytest.mark.parametrize("case", ROTATIONS)
-def test_rotating_and_writing_at_once_is_both(case: tuple[str, tuple[int, int, int, int], bool]) -> None:
-    kv_dtype, (heads, kv_heads, size, rotated), interleaved = case
+def test_rotating_and_writing_at_once_is_both(case: tuple[str, tuple[int, int, int, int], bool, str]) -> None:
+    kv_dtype, (heads, kv_heads, size, rotated), interleaved, act = case
     rng = np.random.default_rng(heads)
     positions, slots = torch.tensor([5, 0, 2], device=DEVICE), torch.tensor([3, -1, 12], device=DEVICE)
     table = torch.from_numpy(rng.standard_normal((6, rotated)).astype(np.float32)).to(DEVICE)
-    for act in ACTS:
-        q, k, v = (normal(rng, 3, count * size, act) for count in (heads, kv_heads, kv_heads))
-        gpu, reference = pair(act, kv_dtype)
-        expected = [x.float().clone() for x in (q, k)]
-        reference.rotary_embedding(positions, *expected, table, size, interleaved)
-        untouched = [x._base.clone() for x in (q, k)]  # type: ignore[union-attr]
-        cache = gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, kv_heads, size)
-        gpu.rotary_write_kv(positions, q, k, v, table, size, interleaved, cache, slots)
-        precision = 1e-5 if act == "float32" else 1e-2 if act == "bfloat16" else 2e-3
-        for got, wanted, before in zip((q, k), expected, untouched, strict=True):
-            torch.testing.assert_close(got.float(), wanted, rtol=precision, atol=precision)
-            assert torch.equal(got._base[:, :8], before[:, :8]) and torch.equal(got._base[:, -8:], before[:, -8:])
-        written = gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, kv_heads, size)
-        gpu.write_kv(k, v, written, slots)  # of keys as they were rotated, and rounded
-        assert torch.equal(held(cache), held(written))
+    q, k, v = (normal(rng, 3, count * size, act) for count in (heads, kv_heads, kv_heads))
+    gpu, reference = pair(act, kv_dtype)
+    expected = [x.float().clone() for x in (q, k)]
+    reference.rotary_embedding(positions, *expected, table, size, interleaved)
+    untouched = [x._base.clone() for x in (q, k)]  # type: ignore[union-attr]
+    cache = gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, kv_heads, size)
+    gpu.rotary_write_kv(positions, q, k, v, table, size, interleaved, cache, slots)
+    precision = 1e-5 if act == "float32" else 1e-2 if act == "bfloat16" else 2e-3
+    for got, wanted, before in zip((q, k), expected, untouched, strict=True):
+        torch.testing.assert_close(got.float(), wanted, rtol=precision, atol=precision)
+        assert torch.equal(got._base[:, :8], before[:, :8]) and torch.equal(got._base[:, -8:], before[:, -8:])
+    written = gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, kv_heads, size)
+    gpu.write_kv(k, v, written, slots)  # of keys as they were rotated, and rounded
+    assert torch.equal(held(cache), held(written))
 
 
 NORMED = mostly_slow(
-    product([("float32", False), ("bfloat16", True), ("int8", False)], [(16, 16), (24, 8), (10, 4)]),
-    *[(("float32", False), (24, 8)), (("bfloat16", True), (16, 16)), (("int8", False), (10, 4))],
+    product([("float32", False), ("bfloat16", True), ("int8", False)], [(16, 16), (24, 8), (10, 4)], ACTS),
+    (("float32", False), (24, 8), "float16"),
+    (("bfloat16", True), (16, 16), "float32"),
+    (("int8", False), (10, 4), "bfloat16"),
 )
 
 
 @pytest.mark.parametrize("case", NORMED)
-def test_heads_are_normed_before_they_are_rotated(case: tuple[tuple[str, bool], tuple[int, int]]) -> None:
-    (kv_dtype, interleaved), (size, rotated) = case
+def test_heads_are_normed_before_they_are_rotated(case: tuple[tuple[str, bool], tuple[int, int], str]) -> None:
+    (kv_dtype, interleaved), (size, rotated), act = case
     rng = np.random.default_rng(size)
     positions, slots = torch.tensor([5, 0, 2], device=DEVICE), torch.tensor([3, -1, 12], device=DEVICE)
     table = torch.from_numpy(rng.standard_normal((6, rotated)).astype(np.float32)).to(DEVICE)
     weights = [torch.from_numpy(rng.uniform(0.5, 2, size).astype(np.float32)).to(DEVICE) for _ in range(2)]
-    for act in ACTS:
-        q, k, v = (normal(rng, 3, count * size, act) for count in (3, 2, 2))
-        gpu, reference = pair(act, kv_dtype)
-        expected = [reference.rms_norm(x.float(), weight, 1e-3) for x, weight in zip((q, k), weights, strict=True)]
-        reference.rotary_embedding(positions, *expected, table, size, interleaved)
-        cache, written = (gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, 2, size) for _ in range(2))
-        norms = (*weights, 1e-3)
-        got = gpu.rotary_write_kv(positions, q, k, v, table, size, interleaved, cache, slots, norms)
-        precision = 1e-5 if act == "float32" else 1e-2 if act == "bfloat16" else 2e-3
-        for one, wanted in zip(got, expected, strict=True):
-            torch.testing.assert_close(one.float(), wanted, rtol=precision, atol=precision)
-        gpu.write_kv(got[1], v, written, slots)  # of keys as they were rotated, and rounded
-        assert torch.equal(held(cache), held(written))
+    q, k, v = (normal(rng, 3, count * size, act) for count in (3, 2, 2))
+    gpu, reference = pair(act, kv_dtype)
+    expected = [reference.rms_norm(x.float(), weight, 1e-3) for x, weight in zip((q, k), weights, strict=True)]
+    reference.rotary_embedding(positions, *expected, table, size, interleaved)
+    cache, written = (gpu.new_kv_cache(BLOCKS, BLOCK_SIZE, 2, size) for _ in range(2))
+    norms = (*weights, 1e-3)
+    got = gpu.rotary_write_kv(positions, q, k, v, table, size, interleaved, cache, slots, norms)
+    precision = 1e-5 if act == "float32" else 1e-2 if act == "bfloat16" else 2e-3
+    for one, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.float(), wanted, rtol=precision, atol=precision)
+    gpu.write_kv(got[1], v, written, slots)  # of keys as they were rotated, and rounded
+    assert torch.equal(held(cache), held(written))
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -86,6 +86,7 @@ def run(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU of its own Triton needs no other")
 def test_nothing_is_launched_while_kernels_are_compiled_ahead() -> None:
     run(NOTHING)

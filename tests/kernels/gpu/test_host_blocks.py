@@ -17,8 +17,8 @@ from quire.errors import ConfigError
 from quire.kernels.gpu import host_blocks
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.host_blocks import CHUNK_BYTES, BlockMover, GPUHostBlocks, PinnedPool
-from quire.kernels.gpu.lanes import AtOnce, Lane
-from tests.helpers.lanes import AnyOrder
+from quire.kernels.gpu.streams import Stream, Streams
+from tests.helpers.streams import AnyOrder
 from tests.kernels.gpu.common import DEVICE
 
 BLOCKS, SLOTS, NBYTES = 5, 7, 3
@@ -62,19 +62,19 @@ def test_streams_may_run_in_any_order_many_times(actions: list[tuple[str, Any]],
 
 
 def move_in_any_order(actions: list[tuple[str, Any]], rows: int, random: Any) -> None:
-    """Do these actions, in an order of lanes that `random` chooses, and compare with one after the other."""
-    lanes = AnyOrder(lambda number: random.randrange(number))
+    """Do these actions, in an order of streams that `random` chooses, and compare with one after the other."""
+    streams = AnyOrder(lambda number: random.randrange(number))
     device = torch.arange(BLOCKS * NBYTES, dtype=torch.uint8).view(BLOCKS, NBYTES)
     expected, slots_expected = device.numpy().copy(), np.zeros((SLOTS, NBYTES), np.uint8)
     pool = PinnedPool(SLOTS, NBYTES, None, None)
     pool_bytes = pool.pieces[0].numpy()
     host = GPUHostBlocks(
-        PlainMover(device), torch.from_numpy, lanes, pool, SLOTS, torch.device("cpu"), 2 * rows * NBYTES
+        PlainMover(device), torch.from_numpy, streams, pool, SLOTS, torch.device("cpu"), 2 * rows * NBYTES
     )
     reads: list[tuple[Callable[[], np.ndarray], np.ndarray]] = []
     for number, (kind, what) in enumerate(actions, start=100):
         if kind == "step":  # the model writes a block, in its own time
-            lanes.run(Lane.COMPUTE, lambda block=what, value=number: device[block].fill_(value))
+            streams.run(Stream.COMPUTE, lambda block=what, value=number: device[block].fill_(value))
             expected[what] = number
             continue
         ids, slots = (np.array(part, np.int64) for part in what)
@@ -94,7 +94,7 @@ def move_in_any_order(actions: list[tuple[str, Any]], rows: int, random: Any) ->
         ids[:], slots[:] = 0, 0  # these, too
     for wait, wanted in reads:
         np.testing.assert_array_equal(wait(), wanted)
-    lanes.drain()
+    streams.drain()
     np.testing.assert_array_equal(device.numpy(), expected)
     np.testing.assert_array_equal(pool_bytes, slots_expected)
     host.close()
@@ -105,9 +105,9 @@ def test_neighbouring_slots_go_in_one_copy_which_ends_with_its_piece(monkeypatch
     monkeypatch.setattr(host_blocks, "PIECE_BYTES", 4 * NBYTES)
     copies: list[int] = []
 
-    class Counting(AtOnce):
-        def run(self, lane: Lane, work: Callable[[], object]) -> None:
-            if lane is Lane.OUT:
+    class Counting(Streams):
+        def run(self, stream: Stream, work: Callable[[], object]) -> None:
+            if stream is Stream.D2H:
                 copies.append(len(work()))  # type: ignore[arg-type]
             else:
                 work()
@@ -115,7 +115,7 @@ def test_neighbouring_slots_go_in_one_copy_which_ends_with_its_piece(monkeypatch
     device = torch.arange(6 * NBYTES, dtype=torch.uint8).view(6, NBYTES)
     pool = PinnedPool(10, NBYTES, None, None)
     assert [len(piece) for piece in pool.pieces] == [4, 4, 2]
-    host = GPUHostBlocks(PlainMover(device), torch.from_numpy, Counting(), pool, 10, torch.device("cpu"))
+    host = GPUHostBlocks(PlainMover(device), torch.from_numpy, Counting(device.device), pool, 10, device.device)
     host.copy_out(np.arange(6), np.array([2, 3, 4, 5, 9, 0]))
     assert copies == [2, 2, 1, 1]
     assert torch.equal(torch.cat(pool.pieces)[[2, 3, 4, 5, 9, 0]], device)

@@ -19,9 +19,9 @@ from quire.kernels.gpu import host_blocks
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.host_blocks import PinnedPool
-from quire.kernels.gpu.lanes import AtOnce, Lane, Lanes
 from quire.kernels.gpu.layerwise import MAX_COPIES, GPULayerwiseOffload, layerwise_blocks, runs
-from tests.helpers.lanes import AnyOrder
+from quire.kernels.gpu.streams import Stream, Streams
+from tests.helpers.streams import AnyOrder
 from tests.kernels.gpu.common import DEVICE
 
 WHOLE, LAYERWISE, BLOCK_SIZE = 3, 4, 2
@@ -31,15 +31,15 @@ BLOCKS = WHOLE + LAYERWISE
 class Scene:
     """Streamed layers of one number in each place, with scales, and what they should hold: [layers, blocks, places]."""
 
-    def __init__(self, lanes: Lanes, num_layers: int) -> None:
+    def __init__(self, streams: Streams, num_layers: int) -> None:
         room = num_layers * WHOLE + 2 * LAYERWISE
         arena = KVCache(
             torch.zeros((room, 1, 1, BLOCK_SIZE, 1), dtype=torch.int8), torch.zeros((room, 1, 1, BLOCK_SIZE))
         )
-        self.lanes, self.arena = lanes, arena
+        self.streams, self.arena = streams, arena
         self.pools = [PinnedPool(num_layers * LAYERWISE, side.shape[1], None, None) for side in arena.sides()]
         self.host = [[piece.numpy() for piece in pool.pieces] for pool in self.pools]
-        self.offload = GPULayerwiseOffload(arena, num_layers, WHOLE, LAYERWISE, self.copy, lanes, self.pools)
+        self.offload = GPULayerwiseOffload(arena, num_layers, WHOLE, LAYERWISE, self.copy, streams, self.pools)
         self.expected = np.zeros((num_layers, BLOCKS, BLOCK_SIZE), np.int64)
         self.reads: list[tuple[np.ndarray, np.ndarray]] = []
         self.count = 0
@@ -67,8 +67,9 @@ class Scene:
             own = layer.wait_for_load(metadata(blocks, slots))
             value = self.count * 7 % 100 + number
             found = np.full((len(blocks), BLOCK_SIZE, 2), -1)
-            self.lanes.run(
-                Lane.COMPUTE, lambda cache=layer.cache, own=own, value=value, found=found: use(cache, own, value, found)
+            self.streams.run(
+                Stream.COMPUTE,
+                lambda cache=layer.cache, own=own, value=value, found=found: use(cache, own, value, found),
             )
             for slot in slots:
                 self.expected[number, slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
@@ -137,9 +138,9 @@ def test_streams_may_run_in_any_order_many_times(actions: list[tuple[str, Any]],
 
 
 def run_in_any_order(actions: list[tuple[str, Any]], num_layers: int, chance: Any) -> None:
-    """Do these actions, in an order of lanes that `chance` chooses, and compare with one after the other."""
-    lanes = AnyOrder(chance.randrange)
-    scene = Scene(lanes, num_layers)
+    """Do these actions, in an order of streams that `chance` chooses, and compare with one after the other."""
+    streams = AnyOrder(chance.randrange)
+    scene = Scene(streams, num_layers)
     for kind, what in actions:
         if kind == "step":
             scene.step(*what)
@@ -147,7 +148,7 @@ def run_in_any_order(actions: list[tuple[str, Any]], num_layers: int, chance: An
             scene.step(what[0], [], broken_after=what[1])
         else:
             scene.move(what)
-    lanes.drain()
+    streams.drain()
     scene.check()
     scene.offload.close()
     scene.offload.close()
@@ -157,17 +158,17 @@ def test_a_step_that_was_broken_off_does_not_spoil_the_next_one() -> None:
     """In many orders: what it has begun to load, and to read, is done before others use the window."""
     first, second = WHOLE, WHOLE + 1
     for seed, layer, again in itertools.product(range(20), range(3), (False, True)):
-        lanes = AnyOrder(random.Random(seed).randrange)
-        scene = Scene(lanes, 3)
+        streams = AnyOrder(random.Random(seed).randrange)
+        scene = Scene(streams, 3)
         scene.step([], [first, second])
         scene.step([first, second], [], broken_after=layer)
         scene.step([second] if again else [], [first])
-        lanes.drain()
+        streams.drain()
         scene.check()
 
 
 def test_what_is_planned_for_the_tables_of_one_layer_is_not_taken_for_anothers() -> None:
-    scene = Scene(AtOnce(), 3)
+    scene = Scene(Streams(torch.device("cpu")), 3)
     step = metadata(np.array([WHOLE, 0]), [])
     step.plans["of all"] = 1
     scene.offload.begin(np.array([WHOLE]), np.array([WHOLE]))

@@ -13,7 +13,7 @@ from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.tuned_configs import TunedConfigs
 
 MILLISECONDS = 1e-3
-MOST_PINNED = 1 << 23  # bytes of an array that passes through pinned memory; what is larger is part of no step
+MOST_PINNED = 1 << 23  # bytes of an array that is copied through pinned memory; larger ones are part of no step
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,7 +65,7 @@ class ArrayOps:
         return self._pdl[1]
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
-        """The device takes what `array` holds now, and nobody waits for it.
+        """The copy is of what `array` holds now, and nothing waits for it.
 
         PyTorch keeps pinned memory for reuse, and reuses none that a copy still reads.
         """

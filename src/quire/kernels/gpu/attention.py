@@ -35,9 +35,10 @@ class AttentionOps(ArrayOps):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        asked, interpreted = self.attention_backend, self.device.type != "cuda"
-        self._torch_from = 0 if self.batch_invariant or (asked == "auto" and interpreted) else FROM_TOKENS.get(asked, 0)
-        self._flashinfer = FlashInfer.load(self.device) if asked == "flashinfer" else None
+        chosen, on_gpu = self.attention_backend, self.device.type == "cuda"
+        without = self.batch_invariant or (chosen == "auto" and not on_gpu)
+        self._torch_from = 0 if without else FROM_TOKENS.get(chosen, 0)
+        self._flashinfer = FlashInfer.load(self.device) if chosen == "flashinfer" else None
         logger.info("attention: %s", self._describe_attention())
 
     def _describe_attention(self) -> str:

@@ -90,7 +90,7 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def find_tile(batch, tile, num_sequences, TILING: tl.constexpr):
-    """Return whose a tile is: its sequence, the first row of that, its queries, its length, and the tile's first query.
+    """Return the sequence of a tile, the first row of that, its queries, its length, and the tile's first query.
 
     With `one_tile` every sequence has one. Otherwise sequence s has those from cu[s] // queries + s on, so that each
     has enough and the next sequence's are found without a sum over those before. A tile that does not exist, or is of a

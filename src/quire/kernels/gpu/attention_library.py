@@ -1,7 +1,7 @@
-"""Attention by libraries: of whole prompts by PyTorch, and by FlashInfer where it is asked for.
+"""Attention by libraries: of whole prompts by PyTorch, and by FlashInfer with `--attention-backend flashinfer`.
 
 PyTorch computes sequences that begin in this step, whose keys and values are all at hand: the cache is not read. Which
-of its kernels it takes is its own choice where it was asked for by name; otherwise it is FlashAttention's, for those
+of its kernels it takes is its own choice with `--attention-backend torch`; otherwise it is FlashAttention's, for those
 alone need neither memory for all pairs of tokens, nor, as cuDNN's do, a new plan for each length of a prompt.
 
 FlashInfer serves eager steps where the package is installed. Never run on a GPU so far: it is written after the

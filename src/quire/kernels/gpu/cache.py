@@ -10,7 +10,8 @@ that what is stored is what the reference stores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -287,9 +288,9 @@ class CacheOps(ArrayOps):
     def _write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
         if k.shape[0] == 0:
             return
-        form, tiles = vectors(cache)
-        rows, options = (whole_rows(k), whole_rows(v)), {"num_warps": warps(form), "enable_fp_fusion": False}
-        write_kernel[(k.shape[0], tiles)](*rows, (cache.data, cache.scales), slots, FORM=form, **options)
+        form, tiles, options = vectors(cache.data.shape, cache.stored)
+        storage = cache.data, cache.scales
+        write_kernel[(k.shape[0], tiles)](whole_rows(k), whole_rows(v), storage, slots, FORM=form, **options)
 
     def rotary_write_kv(
         self,
@@ -310,18 +311,23 @@ class CacheOps(ArrayOps):
         """
         if q.shape[0] == 0:
             return q, k
-        form, tiles = vectors(cache)
-        q_heads, rotated = q.shape[1] // head_size, cos_sin.shape[1]
-        q_tiles = -(-q_heads // form.tile)
-        rest = power_of_two(head_size - rotated) if rotated < head_size else 1
-        rotation = Rotation(q_heads, q_tiles, rotated, power_of_two(rotated // 2), rest, interleaved)
-        rows, options = (
-            map(whole_rows, (q, k, v)),
-            {"num_warps": warps(form), "enable_fp_fusion": False, "launch_pdl": self.pdl},
-        )
-        storage = cache.data, cache.scales
-        rotary_write_kernel[(q.shape[0], q_tiles + tiles)](
-            positions, *rows, norms, cos_sin, storage, slot_mapping, form, rotation, self.pdl, **options
+        form, tiles, options = vectors(cache.data.shape, cache.stored)
+        rotation = rotation_of(form, q.shape[1] // head_size, cos_sin.shape[1], interleaved)
+        queries, keys, storage = whole_rows(q), whole_rows(k), (cache.data, cache.scales)
+        rotary_write_kernel[(q.shape[0], rotation.q_tiles + tiles)](
+            positions,
+            queries,
+            keys,
+            whole_rows(v),
+            norms,
+            cos_sin,
+            storage,
+            slot_mapping,
+            form,
+            rotation,
+            self.pdl,
+            launch_pdl=self.pdl,
+            **options,
         )
         return q, k
 
@@ -347,14 +353,18 @@ class CacheOps(ArrayOps):
             start += side.shape[1]
 
 
-def vectors(cache: KVCache) -> tuple[Vectors, int]:
-    """Return what kernels that write to a cache are compiled for, and how many programs that makes of a token."""
-    _, sides, heads, block_size, size = cache.data.shape
+@cache
+def vectors(shape: tuple[int, ...], stored: int) -> tuple[Vectors, int, dict[str, Any]]:
+    """Return what kernels that write to a cache are compiled for, the programs of a token, and options for Triton."""
+    _, sides, heads, block_size, size = shape
     padded = power_of_two(size)
     tile = min(power_of_two(heads), max(1, TILE_ELEMENTS // padded))
-    return Vectors(sides, heads, size, block_size, tile, padded, cache.stored == 2), -(-heads // tile)
+    options = {"num_warps": 4 if tile * padded >= 1024 else 1, "enable_fp_fusion": False}
+    return Vectors(sides, heads, size, block_size, tile, padded, stored == 2), -(-heads // tile), options
 
 
-def warps(form: Vectors) -> int:
-    """Return the warps of a program that writes to a cache."""
-    return 4 if form.tile * form.padded >= 1024 else 1
+@cache
+def rotation_of(form: Vectors, q_heads: int, rotated: int, interleaved: bool) -> Rotation:
+    """Return what rotating the first `rotated` elements of heads is compiled for."""
+    rest = power_of_two(form.size - rotated) if rotated < form.size else 1
+    return Rotation(q_heads, -(-q_heads // form.tile), rotated, power_of_two(rotated // 2), rest, interleaved)

@@ -64,7 +64,7 @@ class CompileAhead:
             for future, finish in self._made.values():
                 try:
                     finish(future.result())
-                except Exception as failed:  # the boundary of a thread: who launches the kernel is told again
+                except Exception as failed:  # the boundary of a thread: launching the kernel raises it again
                     logger.debug("a kernel was not compiled ahead: %s", failed)
             self.num_kernels = len(self._made)
         finally:
@@ -74,7 +74,7 @@ class CompileAhead:
 def _made_ready(compile_it: Callable[[], Any]) -> Any:
     """Compile a kernel, and the few lines of C that launch it, and load it to the device."""
     kernel = compile_it()
-    with suppress(TritonError):  # more than the device has: who launches it is told
+    with suppress(TritonError):  # more than the device has: launching it raises this again
         kernel._init_handles()
     return kernel
 

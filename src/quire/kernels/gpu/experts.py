@@ -17,7 +17,7 @@ from quire.kernels.gpu.activations import activation_number
 from quire.kernels.gpu.experts_kernels import (
     TOGETHER,
     Blocks,
-    ExpertRows,
+    ExpertGemv,
     GroupedGemm,
     coded_kernel,
     gated_rows,
@@ -123,10 +123,10 @@ class ExpertOps(LinearOps):
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
 
-        def form(kernel: str, default: KernelConfig, rows: int, columns: int, gate: int) -> tuple[ExpertRows, int]:
+        def form(kernel: str, default: KernelConfig, rows: int, columns: int, gate: int) -> tuple[ExpertGemv, int]:
             found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_pairs{tokens * top_k}", default)
             n, k = found["n"], found["k"]
-            return ExpertRows(top_k, rows % n == columns % k == 0, n, k, found["stages"], gate), found["warps"]
+            return ExpertGemv(top_k, rows % n == columns % k == 0, n, k, found["stages"], gate), found["warps"]
 
         h = torch.empty((tokens * top_k, inner), dtype=self.act, device=x.device)
         one, warps = form("experts_rows_in", {"n": 16, "k": 256, "warps": 4, "stages": 3}, inner, hidden, gate)

@@ -31,14 +31,13 @@ from quire.kernels.gpu.kernel_args import power_of_two
 
 FEW, MANY = 512, 4096  # pairs that a program looks at together
 TOGETHER = 8  # blocks of rows that go through all columns together, see `grouped_tile`
-NO_EXPERT = -1
 
 
 class Blocks(NamedTuple):
     """Pairs by expert: pair t * k + j is choice j of token t.
 
     pairs: int32 [blocks * size], each expert's pairs in order, filled up to a multiple of `size` with the number of all
-    pairs. experts: int32 [blocks], whose a block is; -1 for blocks that nobody needed.
+    pairs. experts: int32 [blocks], the expert of each block; -1 for blocks that are not used.
     """
 
     pairs: torch.Tensor
@@ -132,7 +131,7 @@ def _load_rows(base, n, k, rows, depth, EVEN: tl.constexpr):
     return tl.load(at, (n[:, None] < rows) & (k[None, :] < depth), other=0.0).to(tl.float32)
 
 
-class ExpertRows(NamedTuple):
+class ExpertGemv(NamedTuple):
     """What products of single pairs are compiled for: N rows of a weight and K of its columns, in so many stages.
 
     top_k: experts of a token. even: N and K divide the matrix. gate: the activation's number, of the first product.

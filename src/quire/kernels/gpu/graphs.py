@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from triton.errors import TritonError
@@ -78,26 +78,6 @@ class CaptureSizes:
 
 
 Shape = Callable[..., tuple[int, ...]]
-
-
-class Graph(Protocol):
-    """One recording of launches; `torch.cuda.CUDAGraph` is one."""
-
-    def replay(self) -> None:
-        """Launch all of it again."""
-
-
-class Recorder(Protocol):
-    """Makes graphs; see `graphs.py`. All that it makes share one pool of memory, which belongs to them."""
-
-    def begin(self) -> Graph:
-        """Note launches from now on, in this thread, instead of computing."""
-
-    def end(self, graph: Graph) -> None:
-        """Stop doing so."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return another tensor of the same memory that does not keep it: the pool may give it to others."""
 
 
 def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -173,11 +153,11 @@ class _Aside:
 class Pieces:
     """A recording in pieces, in the making and afterwards. `metadata` is that of the step that is recorded."""
 
-    def __init__(self, recorder: Recorder, metadata: AttentionMetadata) -> None:
+    def __init__(self, recorder: CudaRecorder, metadata: AttentionMetadata) -> None:
         self._recorder, self._metadata = recorder, metadata
-        self.graphs: list[Graph] = []
+        self.graphs: list[torch.cuda.CUDAGraph] = []
         self.asides: list[_Aside] = []
-        self._open: Graph | None = None
+        self._open: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         """Begin the next piece."""
@@ -258,7 +238,7 @@ def end_broken_capture(pool: Any) -> None:
 
 
 class CudaRecorder:
-    """Records on one device. Captures forbid only to its own thread what cannot be captured."""
+    """Makes CUDA graphs on one device, which share one pool of memory; captures restrict their own thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -298,13 +278,14 @@ class CudaRecorder:
                 gc.enable()
 
     def begin(self) -> torch.cuda.CUDAGraph:
+        """Capture launches from now on, in this thread, instead of computing."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.add(graph)
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Recorder.end`; a graph that is none stays, for torch may go on asking it."""
+        """End a capture; a graph whose capture broke off is kept, for torch may go on asking it."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -313,6 +294,7 @@ class CudaRecorder:
             raise
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return another tensor of the same memory that does not keep it: the pool may give it to others."""
         nbytes = spanned(tensor)
         if nbytes == 0:
             return tensor
@@ -335,7 +317,7 @@ class Recording:
         self._calls = 0
         self._run: Callable[..., None] | None = None
         self._outputs: Arrays = ()
-        self.graphs: list[Graph] = []
+        self.graphs: list[torch.cuda.CUDAGraph] = []
         self.seconds, self.nbytes, self.failed = 0.0, 0, False
 
     def __call__(self, *metadata: AttentionMetadata) -> Arrays:

@@ -286,7 +286,7 @@ def _plan(
     sequences, rows = metadata.seq_lens.shape[0], form.BM
     most_tiles = sequences * -(-heads // rows) if form.single else -(-tokens * heads // rows) + sequences
     target = backend.num_sms * choice["waves"]
-    # With as many tiles as programs there is nothing to gain; and results must not depend on the batch if so asked.
+    # With as many tiles as programs there is nothing to gain, and with `batch_invariant` shares must not change.
     split = not backend.batch_invariant and most_tiles < 4 * target
     shares = torch.empty(3 * form.SB + 1, dtype=torch.int32, device=metadata.seq_lens.device)
     plan_kernel[(1,)](batch_of(metadata), shares, sequences, heads, target, choice["least"], SPLIT=split, FORM=form)

@@ -3,9 +3,9 @@
 The arena has the resident blocks of each layer, one layer after the other, and behind them the staging buffer: two
 halves with a place for each layerwise block. The cache of a layer is the arena from its own first block on, so that
 resident blocks keep their ids there, and places of the staging buffer have ids as well. Even layers use the first half,
-odd ones the second. Events (marks) pass each half from one user to the next:
+odd ones the second. Events pass each half from one user to the next:
 
-    IN loads layer k -> the model attends -> OUT saves what was written -> IN loads layer k + 2
+    H2D loads layer k -> the model attends -> D2H saves what was written -> H2D loads layer k + 2
 
 and in the next step to layers 0 and 1 again. A layer's host memory is written and read through its half only, so that
 the same events order that, also when the next step is launched before one has ended. The host waits for nothing.
@@ -23,7 +23,7 @@ import torch
 from quire.kernels.backend import STAGED_LAYERS, AttentionMetadata, HostBlocks, LayerwiseOffload, OffloadedLayer
 from quire.kernels.gpu.cache import CacheOps, KVCache
 from quire.kernels.gpu.host_blocks import BlockMover, GPUHostBlocks, PinnedPool, Register, Unregister, cuda_register
-from quire.kernels.gpu.lanes import AtOnce, CudaLanes, Lane, Lanes, Mark
+from quire.kernels.gpu.streams import Event, Stream, Streams
 
 MAX_COPIES = 64  # to load a layer; blocks between those requested are loaded rather than to launch more
 
@@ -47,7 +47,7 @@ class GPULayerwiseOffload:
     Args:
         arena: a cache with room for the resident blocks of all layers and the staging buffer.
         num_resident, num_layerwise: blocks of each kind.
-        copy_blocks: see `Backend.copy_blocks`. lanes: of the device.
+        copy_blocks: see `Backend.copy_blocks`. streams: of the device.
         pools: memory of the host for each of the arena's sides: the blocks of layer 0, of layer 1, and so on. From now
             on this object's, which closes them.
     """
@@ -59,19 +59,19 @@ class GPULayerwiseOffload:
         num_resident: int,
         num_layerwise: int,
         copy_blocks: Callable[[KVCache, np.ndarray], None],
-        lanes: Lanes,
+        streams: Streams,
         pools: Sequence[PinnedPool],
     ) -> None:
         self.first_layerwise, self._num_layerwise = num_resident, num_layerwise
         self.block_size = arena.block_size
-        self._copy_blocks, self._lanes, self.pools = copy_blocks, lanes, list(pools)
+        self._copy_blocks, self._streams, self.pools = copy_blocks, streams, list(pools)
         behind = num_layers * num_resident
         assert arena.num_blocks == behind + STAGED_LAYERS * num_layerwise
         self.staging = [side[behind:] for side in arena.sides()]
         self.layers: Sequence[OffloadedLayer] = [
             GPUOffloadedLayer(self, number, _from_block(arena, number * num_resident)) for number in range(num_layers)
         ]
-        self._free: list[Mark | None] = [None] * STAGED_LAYERS  # of each half: when the next one may touch it
+        self._free: list[Event | None] = [None] * STAGED_LAYERS  # of each half: when the next one may touch it
         self._next: int | None = None  # layer whose turn is next; None between steps
         self._loads: list[tuple[int, int]] = []
         self._stores: list[tuple[int, int]] = []
@@ -115,12 +115,12 @@ class GPULayerwiseOffload:
         if self._next is None:
             return
         assert number == self._next, "layers take turns in their order"
-        done = self._lanes.mark(Lane.COMPUTE)
+        done = self._streams.record(Stream.COMPUTE)
         if self._stores:
-            self._lanes.wait(Lane.OUT, done)
+            self._streams.wait(Stream.D2H, done)
             copies = [(host, staged) for staged, host in self._places(number, self._stores)]
-            self._lanes.run(Lane.OUT, lambda: _copy(copies))
-            done = self._lanes.mark(Lane.OUT)
+            self._streams.run(Stream.D2H, lambda: _copy(copies))
+            done = self._streams.record(Stream.D2H)
         self._free[number % STAGED_LAYERS] = done
         if number + STAGED_LAYERS < len(self.layers):
             self._load(number + STAGED_LAYERS)
@@ -134,15 +134,15 @@ class GPULayerwiseOffload:
         for number, layer in enumerate(self.layers):
             self._await(number)
             places = np.where(layerwise, pairs + self._shift(number), pairs)
-            self._lanes.run(Lane.COMPUTE, partial(self._copy_blocks, layer.cache, places))
+            self._streams.run(Stream.COMPUTE, partial(self._copy_blocks, layer.cache, places))
             self.save(number)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for lane in (Lane.OUT, Lane.IN, Lane.COMPUTE):
-            self._lanes.join(self._lanes.mark(lane))
+        for stream in (Stream.D2H, Stream.H2D, Stream.COMPUTE):
+            self._streams.synchronize(self._streams.record(stream))
         for pool in self.pools:
             pool.close()
         self.layers, self.staging, self._layerwise = [], [], None
@@ -156,7 +156,7 @@ class GPULayerwiseOffload:
         assert number == self._next, "layers take turns in their order"
         free = self._free[number % STAGED_LAYERS]
         if free is not None:
-            self._lanes.wait(Lane.COMPUTE, free)
+            self._streams.wait(Stream.COMPUTE, free)
 
     def _load(self, number: int) -> None:
         """Load what the step reads of a layer into its half of the staging buffer."""
@@ -165,9 +165,9 @@ class GPULayerwiseOffload:
         half = number % STAGED_LAYERS
         free, copies = self._free[half], self._places(number, self._loads)
         if free is not None:
-            self._lanes.wait(Lane.IN, free)
-        self._lanes.run(Lane.IN, lambda: _copy(copies))
-        self._free[half] = self._lanes.mark(Lane.IN)
+            self._streams.wait(Stream.H2D, free)
+        self._streams.run(Stream.H2D, lambda: _copy(copies))
+        self._free[half] = self._streams.record(Stream.H2D)
 
     def _places(self, number: int, layerwise: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of tensors, runs of a layer's layerwise blocks in the staging buffer and on the host."""
@@ -186,8 +186,8 @@ class GPULayerwiseOffload:
         """End a step that failed: both halves are free when all is done that has begun."""
         for free in self._free:
             if free is not None:
-                self._lanes.wait(Lane.COMPUTE, free)
-        self._free = [self._lanes.mark(Lane.COMPUTE)] * STAGED_LAYERS
+                self._streams.wait(Stream.COMPUTE, free)
+        self._free = [self._streams.record(Stream.COMPUTE)] * STAGED_LAYERS
 
 
 def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -240,7 +240,7 @@ class OffloadOps(CacheOps):
     def host_blocks(self, caches: Sequence[KVCache], num_blocks: int) -> HostBlocks:
         mover = BlockMover([side for cache in caches for side in cache.sides()])
         pool = PinnedPool(num_blocks, mover.row_bytes, *self._register())
-        return GPUHostBlocks(mover, self.from_numpy, self.new_lanes(), pool, num_blocks, self.device)
+        return GPUHostBlocks(mover, self.from_numpy, self.new_streams(), pool, num_blocks, self.device)
 
     def layerwise_offload(
         self,
@@ -260,12 +260,12 @@ class OffloadOps(CacheOps):
         sizes = [side.shape[1] for side in arena.sides()]
         pools = [PinnedPool(num_layers * num_layerwise_blocks, size, *self._register()) for size in sizes]
         return GPULayerwiseOffload(
-            arena, num_layers, num_resident, num_layerwise_blocks, self.copy_blocks, self.new_lanes(), pools
+            arena, num_layers, num_resident, num_layerwise_blocks, self.copy_blocks, self.new_streams(), pools
         )
 
-    def new_lanes(self) -> Lanes:
-        """Return lanes of this device."""
-        return CudaLanes(self.device) if self.device.type == "cuda" else AtOnce()
+    def new_streams(self) -> Streams:
+        """Return streams of this device."""
+        return Streams(self.device)
 
     def _register(self) -> tuple[Register | None, Unregister | None]:
         return cuda_register(self.device) if self.device.type == "cuda" else (None, None)

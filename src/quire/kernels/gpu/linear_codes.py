@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def e4m3_value(codes, NATIVE: tl.constexpr):
-    """Return the values of uint8 codes of E4M3, float32; whoever packs a weight has found its NaNs.
+    """Return the values of uint8 codes of E4M3, float32; NaNs were found when the weight was packed.
 
     NATIVE: the chip has an instruction for it. Otherwise the seven bits become the upper ones of a float32, whose
     exponent counts from 127 instead of 7; subnormals of both formats follow the same rule, so that they fit too.
@@ -70,7 +70,7 @@ def byte_value(codes, KIND: tl.constexpr, NATIVE: tl.constexpr):
 def nibble_value(nibbles, table, KIND: tl.constexpr):
     """Return nibbles, int32, as float32: 128 more than an integer's value, or a table's entry.
 
-    Put into the fraction of 128.0 an integer is a float without a conversion; whoever multiplies subtracts 128.
+    Put into the fraction of 128.0 an integer is a float without a conversion; 128 is subtracted from the product.
     """
     if KIND == 2:
         return ((nibbles << 16) | 0x43000000).to(tl.float32, bitcast=True)

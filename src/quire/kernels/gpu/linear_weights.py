@@ -16,24 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.checkpoint.small_floats import NONFINITE
+from quire.checkpoint.small_floats import FLOAT8, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, Integers, Layout, QuantizedTensor, Tensor
 from quire.kernels.gpu.linear_codes import Weight
 from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.reference.quantize import quantize_groups
 
 PIECE_BYTES = 16 << 20  # of a weight that are on their way at a time; there are two buffers of it
-TORCH_OF = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
 
 
 class Staging:
@@ -86,8 +75,8 @@ class Staging:
             self._repeat(twice, first, start * math.prod(part.shape[1:]), out)
             return
         piece = part.rows(start, stop)
-        if isinstance(piece, HostTensor) and piece.dtype in TORCH_OF:
-            self.upload(piece.array, TORCH_OF[piece.dtype], out)
+        if isinstance(piece, HostTensor) and piece.dtype not in FLOAT8:
+            self.upload(piece.array, getattr(torch, piece.dtype), out)
         else:
             self.upload(piece.to_float32(), torch.float32, out)
         piece.release()

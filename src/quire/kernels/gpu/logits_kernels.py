@@ -139,9 +139,9 @@ def keep_bits(logits, stride, size, rows, bits, words, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits + place * words + ids // 32, mask=ids < size, other=-1)
-    barred = ((word >> (ids % 32)) & 1) == 0
+    masked = ((word >> (ids % 32)) & 1) == 0
     row = tl.load(rows + place)
-    tl.store(logits + row * stride + ids, float("-inf"), mask=barred & (ids < size))
+    tl.store(logits + row * stride + ids, float("-inf"), mask=masked & (ids < size))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -235,10 +235,10 @@ class PackedLoRA:
 
 @dataclass(slots=True, eq=False)
 class LoRASlots:
-    """One layer's slots: table int64 [slots, parts, FIELDS], which recordings read; `held` keeps what it points to.
+    """One layer's slots: table int64 [slots, parts, FIELDS], which recordings read; `adapters` keeps what it points to.
 
     sizes: columns of y of each part. tiles: int32 [*, 3], pieces of parts: part, column of it, column of y. rank: the
-    largest, padded. inputs: splits, tokens and so on go by the layer's own.
+    largest, padded. widest: see `Backend.new_lora_slots`.
     """
 
     sizes: list[int]
@@ -246,7 +246,7 @@ class LoRASlots:
     widest: int
     table: torch.Tensor
     tiles: torch.Tensor
-    held: dict[int, list[PackedLoRA | None]] = field(default_factory=dict)
+    adapters: dict[int, list[PackedLoRA | None]] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
@@ -309,7 +309,7 @@ class LoRAOps(ArrayOps):
             for tensor in (t for part in parts if part is not None for t in (part.a, part.b, part.whole)):
                 if tensor is not None:
                     tensor.record_stream(stream)  # was allocated by a thread with another one, perhaps
-        slots.held[slot] = list(parts)
+        slots.adapters[slot] = list(parts)
 
     def lora(self, y: torch.Tensor, x: torch.Tensor, slots: Any, rows: LoRARows) -> None:
         tokens, depth = x.shape

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs there are and how much memory they have, asked of NVIDIA's libraries through ctypes.
+"""Which NVIDIA GPUs there are and how much memory they have, read from NVIDIA's libraries through ctypes.
 
 Neither PyTorch, which would take a second to import, nor a CUDA context is needed. The driver (libcuda) knows the
 devices and their memory, NVML how much of it all processes together have allocated.
@@ -30,23 +30,24 @@ class GPU:
     capability: tuple[int, int]
 
 
+def _library(name: str) -> Any:
+    """Return a shared library, or None where it is not installed."""
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
 def has_driver() -> bool:
     """Whether there is a driver; asking it what GPUs it has may take it a second."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return _library("libcuda.so.1") is not None
 
 
 def find_gpus() -> list[GPU]:
     """Return the GPUs that this process may use; none where there is no driver, or it does not answer."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
+    cuda = _library("libcuda.so.1")
     count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
     found = []
     for index in range(count.value):
@@ -151,15 +152,12 @@ def gpu_memory(index: int = 0) -> DeviceMemory:
 
 
 def used_memory(index: int = 0) -> int | None:
-    """Return the bytes that all processes have taken of a GPU; None if NVML does not tell."""
+    """Return the bytes that all processes have taken of a GPU; None if NVML does not answer."""
     uuid = _uuid(index)
     if uuid is None:
         return None
-    try:
-        nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2():
+    nvml = _library("libnvidia-ml.so.1")
+    if nvml is None or nvml.nvmlInit_v2():
         return None
     try:
         handle, memory = ctypes.c_void_p(), _NVMLMemory()
@@ -175,12 +173,9 @@ def used_memory(index: int = 0) -> int | None:
 
 def _uuid(index: int) -> str | None:
     """Return a GPU's name as NVML spells it."""
-    try:
-        cuda: Any = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+    cuda = _library("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * _UUID_BYTES)()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
         return None
     if cuda.cuDeviceGetUuid(ctypes.byref(raw), device):
         return None

@@ -63,7 +63,7 @@ class SamplingOps(ArrayOps):
         ban_where[grid](logits, logits.stride(0), self.from_numpy(entries), count, last.tokens, ENTRIES)
 
     def add_bias(self, logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
-        """What is added to the same logit is added up before, so that the order is settled."""
+        """What is added to the same logit is added up on the host, so that the order of additions is fixed."""
         pairs, where = np.unique(rows.astype(np.int64) * logits.shape[1] + tokens, return_inverse=True)
         sums = np.zeros(len(pairs), np.float32)
         np.add.at(sums, where, values)

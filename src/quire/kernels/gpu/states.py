@@ -27,7 +27,7 @@ SEQUENCES = 256  # that are looked at at least, so that no kernel is compiled fo
 class Sequences(NamedTuple):
     """Of the sequences of a step: first rows int32 [S + 1], lengths int32 [S], rows of their states int64 [S].
 
-    runs: of chunks, or of tokens, see `_chunk_ends` and `token_owners`; None where nothing is asked of it.
+    runs: of chunks, or of tokens, see `_chunk_ends` and `token_owners`; None where it is not needed.
     """
 
     starts: Any
@@ -328,7 +328,7 @@ def conv_single_kernel(x, weight, bias, state, out, batch, channels, FORM: tl.co
         values = tl.load(places, mask=older & (keys > 1), other=0)
         factors = tl.load(weight + tap * channels + column[None, :], mask=older, other=0)
         total += tl.sum(values * factors, 0)
-        tl.debug_barrier()  # nobody writes before all have read
+        tl.debug_barrier()  # no thread writes before all have read
         tl.store(places - channels, values, mask=older & (tap > 0))
         tl.store(own + (FORM.taps - 2) * channels, newest, mask=inside)
     result = activate(total, FORM.activation).to(out.dtype.element_ty)
@@ -386,7 +386,7 @@ def conv_state_kernel(x, state, batch, channels, FORM: tl.constexpr):
     values = tl.load(own + (slot + count) * channels, mask=old, other=0)
     place = (first + source).to(tl.int64) * x.stride + column[None, :]
     values += tl.load(x.data + place, mask=exists & (source >= 0), other=0).to(tl.float32)
-    tl.debug_barrier()  # nobody writes before all have read
+    tl.debug_barrier()  # no thread writes before all have read
     tl.store(own + slot * channels, values, mask=exists)
 
 
@@ -399,36 +399,6 @@ def token_owners(tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
         owners = torch.searchsorted(metadata.cu_query_lens[1:], places, right=True, out_int32=True)
         metadata.plans[key] = owners
     return owners
-
-
-def convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    metadata: AttentionMetadata,
-    activation: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """See `Backend.causal_conv`; `activation` is a number of `activations.py`, the result is of `dtype`."""
-    tokens, channels = x.shape
-    taps, sequences = weight.shape[0], metadata.seq_lens.shape[0]
-    out = torch.empty((tokens, channels), dtype=dtype, device=x.device)
-    if tokens == 0:
-        return out
-    single = Conv(activation, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
-    grid = sequences, -(-channels // CHANNELS)
-    if metadata.single:
-        conv_single_kernel[grid](rows_of(x), weight, bias, state, out, sequences_of(metadata), channels, FORM=single)
-        return out
-    rows, block = TILE
-    form, batch = single._replace(rows=rows, block=block), sequences_of(metadata, token_owners(tokens, metadata))
-    conv_kernel[(-(-tokens // rows), -(-channels // block))](
-        rows_of(x), weight, bias, state, out, batch, tokens, channels, sequences, FORM=form
-    )
-    if taps > 1:
-        conv_state_kernel[grid](rows_of(x), state, sequences_of(metadata), channels, FORM=single)
-    return out
 
 
 FEW_TOKENS = 32  # one after the other they are done before chunks of them would be prepared
@@ -448,7 +418,24 @@ class StateOps(ArrayOps):
         activation: str | None = None,
     ) -> torch.Tensor:
         kind = KINDS["none"] if activation is None else activation_number(activation, gated=False)
-        return convolve(as_rows(x), weight, bias, state, metadata, kind, self.act)
+        x = as_rows(x)
+        (tokens, channels), taps, sequences = x.shape, weight.shape[0], metadata.seq_lens.shape[0]
+        out = torch.empty((tokens, channels), dtype=self.act, device=x.device)
+        if tokens == 0:
+            return out
+        single = Conv(kind, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
+        grid, rows, batch = (sequences, -(-channels // CHANNELS)), rows_of(x), sequences_of(metadata)
+        if metadata.single:
+            conv_single_kernel[grid](rows, weight, bias, state, out, batch, channels, FORM=single)
+            return out
+        form = single._replace(rows=TILE[0], block=TILE[1])
+        owners = batch._replace(runs=token_owners(tokens, metadata))
+        conv_kernel[(-(-tokens // form.rows), -(-channels // form.block))](
+            rows, weight, bias, state, out, owners, tokens, channels, sequences, FORM=form
+        )
+        if taps > 1:
+            conv_state_kernel[grid](rows, state, batch, channels, FORM=single)
+        return out
 
     @splitting_op(lambda self, q, k, v, *args: tuple(v.shape))
     def gated_delta(
