@@ -98,15 +98,15 @@ def test_only_what_memory_lacks_becomes_a_memory_error() -> None:
 def test_what_is_measured_is_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_plain(tmp_path)
     seen: list[tuple[int, int, int]] = []
-    original = ModelRunner.execute
+    original = ModelRunner.submit
 
-    def execute(runner: ModelRunner, step: SchedulerOutput) -> object:
-        result = original(runner, step)
+    def submit(runner: ModelRunner, step: SchedulerOutput) -> object:
+        pending = original(runner, step)
         (blocks,) = {data.block_ids[0][0] for data in step.new_sequences}
-        seen.append((step.total_num_scheduled_tokens, len(result.sampled_token_ids), blocks))
-        return result
+        seen.append((step.total_num_scheduled_tokens, len(pending.result().sampled_token_ids), blocks))
+        return pending
 
-    monkeypatch.setattr(ModelRunner, "execute", execute)
+    monkeypatch.setattr(ModelRunner, "submit", submit)
     for tokens, sequences, length, expected in [
         (100, 7, 64, (100, 7, 0)),
         (5, 8, 64, (5, 5, 0)),  # no more sequences than tokens
