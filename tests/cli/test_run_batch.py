@@ -87,6 +87,8 @@ BAD: list[tuple[Any, str, str | None, str | None]] = [
     ("[]", "invalid_type", None, None),
     ("[" * 100_000, "invalid_json", None, None),
     ({"method": "POST"}, "missing_required_parameter", "custom_id", None),
+    (r'{"custom_id": "\ud800"}', "invalid_value", "custom_id", None),
+    ({**line("x0"), "\ud800": 1}, "unknown_parameter", "line.\\ud800", "x0"),
     ({**line("x1"), "custom_id": 5}, "invalid_type", "custom_id", None),
     ({**line("x2"), "custom_id": "x" * 513}, "string_above_max_length", "custom_id", None),
     ({**line("x3"), "method": "GET"}, "invalid_value", "method", "x3"),

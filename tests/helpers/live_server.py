@@ -16,7 +16,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.server.app import build_app
 from quire.server.listen import bind, url_of, uvicorn_config
 from quire.server.metrics import Metrics
-from quire.server.served_model import served_names
+from quire.server.model_entry import served_names
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_async_llm
 
 T = TypeVar("T")

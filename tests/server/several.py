@@ -14,8 +14,8 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
 from quire.server.metrics import Metrics
+from quire.server.model_entry import ModelEntry
 from quire.server.run import create_pool
-from quire.server.served_model import ModelEntry
 from tests.helpers.fake_engine import FakeClient, fake_async_llm
 from tests.helpers.live_server import server_config
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from quire.server.app import build_app
+from quire.server.model_entry import served_names
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, RequestModel
-from quire.server.served_model import served_names
 from quire.version import __version__
 from tests.helpers.fake_engine import fake_async_llm
 from tests.helpers.live_server import LiveServer, MakeServer, server_config

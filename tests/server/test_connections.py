@@ -1,30 +1,43 @@
-"""HTTP itself, on raw sockets: request ids, limits of the head, smuggling, keep-alive."""
+"""HTTP itself, on raw sockets: request ids, what is no HTTP, limits of heads and bodies, keep-alive."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
 from quire.server import http, parsing
-from tests.helpers.live_server import LiveServer, MakeServer
+from tests.helpers.live_server import LiveServer
+from tests.server.checks import COMPLETIONS
+from tests.server.sockets import (
+    CANARY,
+    CLOSE,
+    GET,
+    POST,
+    check_cut_off,
+    exchange,
+    idle,
+    read_all,
+    read_until,
+    request_bytes,
+    sing,
+    status_of,
+)
 
-GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+@pytest.fixture(scope="module")
+def sung(server: LiveServer) -> Iterator[str]:
+    """What the canary says before and after all tests."""
+    before = sing(server)
+    yield before
+    assert sing(server) == before
 
 
-def status_of(answer: bytes) -> int:
-    assert answer.startswith(b"HTTP/1.1 "), answer[:200]
-    return int(answer.split()[1])
-
-
-def error_of(answer: bytes) -> str:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert b"application/json" in head
-    assert b"connection: close" in head.lower()
-    code: str = json.loads(body)["error"]["code"]
-    return code
+pytestmark = pytest.mark.usefixtures("sung")
 
 
 def test_every_answer_has_a_request_id(server: LiveServer) -> None:
@@ -41,115 +54,211 @@ def test_probes_use_head(server: LiveServer) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+NO_HTTP = {
+    "garbage": b"\x00\x01\x02garbage\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "length and chunks": POST + b"Content-Length: 2\r\n" + CHUNKED + b"0\r\n\r\n",
+    "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+    "a chunk of size ZZ": POST + CHUNKED + b"ZZ\r\n{}\r\n0\r\n\r\n",
+    "a chunk of size -1": POST + CHUNKED + b"-1\r\n\r\n",
+    "a chunk beyond integers": POST + CHUNKED + b"fffffffffffffffff\r\n",
+    "a header in a header": GET + b"X: a\nEvil: 1\x00\r\n\r\n",
+    "a blank in a name": GET + b"Evil : 1\r\n\r\n",
+    **{
+        head.decode("latin-1"): POST + head + b"\r\n\r\n{}"
+        for head in (
+            b"Content-Length: 2\r\nContent-Length: 3",
+            b"Content-Length: 2\r\nContent-Length: 2",
+            b"Content-Length: -1",
+            b"Content-Length: 2, 2",
+            b"Content-Length: +2",
+            b"Content-Length: 0x2",
+            b"Content-Length: 99999999999999999999999",
+            b"Transfer-Encoding: gzip, chunked, gzip",
+            b"Transfer-Encoding: xchunked",
+            b" X: 1",
+            b"X\x00: 1",
+        )
+    },
+}
+LARGE_HEADS = {
+    "100 KB header": GET + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
+    "40 KB header": GET + b"X: " + b"a" * 40_000 + b"\r\n\r\n",
+    "endless header": GET + b"X: " + b"a" * (8 << 20),
+    "1000 headers": GET + b"X: 1\r\n" * 1000 + b"\r\n",
+    "empty lines": b"\r\n" * 40_000,
+}
+REFUSED = [
+    *[(name, data, 400, "invalid_http") for name, data in NO_HTTP.items()],
+    *[(name, data, 431, "headers_too_large") for name, data in LARGE_HEADS.items()],
+    ("100 KB URL", b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "url_too_long"),
+    ("9 KB URL", b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "url_too_long"),
+    ("a large body", POST + b"Content-Length: 4000000\r\n\r\n" + b" " * 4_000_000, 413, "request_too_large"),
+]
+
+
+@pytest.mark.parametrize(("data", "status", "code"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_bytes_that_are_refused(server: LiveServer, data: bytes, status: int, code: str) -> None:
+    answer = exchange(server, data)
+    check_cut_off(answer, status, code)
+    assert answer.count(b"HTTP/1.1 ") == 1, "nothing behind it is taken for a request"
+    assert server.http.get("/health").status_code == 200
+    server.wait_until(lambda: idle(server))
+
+
 @pytest.mark.parametrize(
-    ("request_bytes", "status"),
+    ("line", "statuses"),
     [
-        (b"\x16\x03\x01\x02\x00garbage\r\n\r\n", 400),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
-        (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"0\r\n\r\n",
-            400,
-        ),
-        (b"GET /health HTTP/1.1\r\n\r\n", 400),
-        (GET_HEALTH + b"X: " + b"a" * 100_000 + b"\r\n\r\n", 431),
-        (GET_HEALTH + b"X: " + b"a" * 40_000 + b"\r\n\r\n", 431),
-        (GET_HEALTH + b"X: " + b"a" * 1_000_000, 431),
-        (GET_HEALTH + b"X: 1\r\n" * 1000 + b"\r\n", 431),
-        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
-        (b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
-        (b"\r\n" * 40_000, 431),
-    ],
-    ids=[
-        "TLS",
-        "HTTP/2",
-        "two lengths",
-        "negative length",
-        "length and chunks",
-        "no host",
-        "100 KB header",
-        "40 KB header",
-        "endless header",
-        "1000 headers",
-        "100 KB URL",
-        "9 KB URL",
-        "empty lines",
+        (b"CONNECT x:443", {400, 404, 405}),
+        (b"CONNECT /v1/models", {400, 404, 405}),
+        (b"OPTIONS *", {400, 404, 405}),
+        (b"BREW /health", {400, 405}),
+        (b"get /health", {400, 405}),
+        (b"GET //health", {404}),
+        (b"GET /health/", {404}),
+        (b"GET /v1/../health", {404}),
+        (b"GET /%2e%2e/health", {404}),
+        (b"GET /health%00", {404}),
+        (b"GET http://x/health", {200}),
+        (b"GET http://evil/v1/nope", {404}),
+        (b"GET /health?x=/v1/models", {200}),
     ],
 )
-def test_heads_that_are_refused(server: LiveServer, request_bytes: bytes, status: int) -> None:
-    with server.connect() as connection:
-        try:
-            connection.sendall(request_bytes)
-            answer = b""
-            while chunk := connection.recv(65536):
-                answer += chunk
-        except (ConnectionResetError, BrokenPipeError):
-            answer = answer if status >= 414 else b""  # a client that sends without reading may only see the reset
-            if not answer:
-                return
-    assert status_of(answer) == status
-    error_of(answer)
-    assert server.http.get("/health").status_code == 200
+def test_lines_that_proxies_and_attackers_send(server: LiveServer, line: bytes, statuses: set[int]) -> None:
+    answer = server.raw(line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert status_of(answer) in statuses, answer[:300]
 
 
-def test_a_large_body_still_lets_the_client_read_why(server: LiveServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    answer = server.raw(head + b"Content-Length: 4000000\r\n\r\n" + b" " * 4_000_000)
-    assert status_of(answer) == 413
-    assert error_of(answer) == "request_too_large"
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "TRACE", "OPTIONS", "PROPFIND"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/v1/models"])
+def test_answers_to_other_methods_name_those_that_exist(server: LiveServer, method: str, path: str) -> None:
+    response = server.http.request(method, path)
+    assert response.status_code == 405
+    assert response.json()["error"]["code"] == "method_not_supported"
+    wanted = {"POST"} if "completions" in path else {"GET", "HEAD"}
+    assert wanted & {item.strip() for item in response.headers["allow"].split(",")}
+
+
+def test_a_body_in_chunks(server: LiveServer) -> None:
+    answer = server.raw(POST + CLOSE + CHUNKED + b"2\r\n{}\r\n0\r\n\r\n")
+    assert status_of(answer) == 400
+    assert b"missing_required_parameter" in answer
 
 
 def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
-    requests = b"".join(GET_HEALTH + b"X-Request-Id: r%d\r\n\r\n" % index for index in range(3))
-    answer = server.raw(requests + GET_HEALTH + b"Connection: close\r\n\r\n")
+    requests = b"".join(GET + b"X-Request-Id: r%d\r\n\r\n" % index for index in range(3))
+    answer = server.raw(requests + GET + CLOSE + b"\r\n")
     assert re.findall(rb"x-request-id: (r\d)", answer) == [b"r0", b"r1", b"r2"]
+    assert answer.count(b"HTTP/1.1 200 ") == 4
 
 
-def test_http_1_0_works(server: LiveServer) -> None:
-    answer = server.raw(b"GET /health HTTP/1.0\r\n\r\n")
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0(server: LiveServer, sung: str, stream: bool) -> None:
+    data = request_bytes(COMPLETIONS, {**CANARY, "stream": stream}).replace(b"HTTP/1.1\r\nHost: x", b"HTTP/1.0")
+    answer = server.raw(data)
     assert status_of(answer) == 200
-    assert answer.endswith(b'{"status":"ok"}')
+    assert b"transfer-encoding" not in answer.lower()
+    assert answer.endswith(b"data: [DONE]\n\n" if stream else b"}")
+    assert "".join(re.findall(r'"text":"([^"]*)"', answer.decode())) == sung
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_stops_sending_gets_the_whole_answer_or_none(server: LiveServer, sung: str, stream: bool) -> None:
+    """It is taken for a client that has gone away, unless the answer was there already."""
+    data = request_bytes(COMPLETIONS, {**CANARY, "stream": stream}, "Connection: close\r\n")
+    if answer := server.raw(data, shut=True):
+        assert status_of(answer) == 200
+        text = "".join(re.findall(r'"text":"([^"]*)"', answer.decode()))
+        assert text == sung or (stream and sung.startswith(text) and b"[DONE]" not in answer)
+    server.wait_until(lambda: idle(server))
 
 
 def test_a_body_that_stops_half_way_is_dropped(server: LiveServer) -> None:
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{}"
-    )
-    assert server.raw(head, shut=True) == b""
-    server.wait_until(lambda: server.context.num_open == 0)
+    assert server.raw(POST + b"Content-Length: 100\r\n\r\n{}", shut=True) == b""
+    server.wait_until(lambda: idle(server))
 
 
-def test_slow_heads_and_bodies_are_cut_off(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads_and_bodies_are_cut_off(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert http.HEAD_SECONDS <= 10
+    assert parsing.BODY_SECONDS <= 20
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.05)
     monkeypatch.setattr(parsing, "BODY_SECONDS", 0.05)
-    server = make_server()
-    late_head = server.raw(GET_HEALTH)
-    assert (status_of(late_head), error_of(late_head)) == (408, "request_timeout")
     assert server.raw(b"") == b""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    late_body = server.raw(head + b"{}")
-    assert (status_of(late_body), error_of(late_body)) == (408, "request_timeout")
+    check_cut_off(server.raw(GET), 408, "request_timeout")
+    for more in (b"", b"Expect: 100-continue\r\n"):
+        answer = server.raw(POST + more + b"Content-Length: 100\r\n\r\n{}")
+        check_cut_off(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408, "request_timeout")
+
+
+def test_a_body_that_drips_is_cut_off(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "BODY_SECONDS", 0.2)
+    stop = threading.Event()
+    with server.connect() as connection:
+        connection.sendall(POST + b"Content-Length: 1000\r\n\r\n")
+
+        def drip() -> None:
+            while not stop.wait(0.05):  # never silent for as long as a body may be
+                try:
+                    connection.sendall(b" ")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            answer = read_until(connection, b"}}")
+        finally:
+            stop.set()
+            thread.join()
+    check_cut_off(answer, 408, "request_timeout")
+
+
+def test_a_body_behind_an_early_answer_does_not_hold_the_connection(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "LEFTOVER_SECONDS", 0.05)
+    head = POST.replace(b"completions", b"nope") + b"Content-Length: 100\r\n\r\n"
+    assert status_of(server.raw(head + b"{}")) == 404
+    with server.connect() as connection:  # one that does come, late, is skipped
+        connection.sendall(head)
+        assert status_of(read_until(connection, b"unknown_url")) == 404
+        connection.sendall(b" " * 100 + GET + CLOSE + b"\r\n")
+        assert status_of(read_all(connection)) == 200
 
 
 def test_a_slow_next_head_does_not_disturb_the_answer_under_way(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.05)
-    server = make_server()
     server.do(server.fake_client.hold)
-    body = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 2}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with server.connect() as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        connection.sendall(request_bytes(COMPLETIONS, {"model": "fake", "prompt": "a", "max_tokens": 2}))
         server.wait_until(lambda: bool(server.engine.live))
         connection.sendall(b"GET /hea")
-        protocol = next(iter(server.connections))
+        name = connection.getsockname()
+        protocol = next(item for item in server.connections if item.client == name)
         server.wait_until(lambda: not protocol.cycle.keep_alive)
         server.do(server.fake_client.resume)
-        answer = b""
-        while chunk := connection.recv(65536):
-            answer += chunk
+        answer = read_all(connection)
     assert status_of(answer) == 200
     assert b'"finish_reason":"length"' in answer
+
+
+def test_who_expects_100_gets_it_before_the_body_is_sent(server: LiveServer, sung: str) -> None:
+    data = json.dumps(CANARY).encode()
+    with server.connect() as connection:
+        connection.sendall(POST + CLOSE + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
+        assert read_until(connection, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(data)
+        answer = read_all(connection)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == sung
+
+
+def test_one_connection_serves_a_thousand_requests(server: LiveServer) -> None:
+    with server.connect() as connection:
+        for _ in range(1000):
+            connection.sendall(GET + b"\r\n")
+            assert read_until(connection, b'"}').startswith(b"HTTP/1.1 200 ")

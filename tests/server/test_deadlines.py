@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import check_error
-from tests.server.test_lifecycle import ENDLESS, idle, read_until, request_bytes
+from tests.server.sockets import ENDLESS, idle, read_until, request_bytes
 
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
 SOON = 0.05

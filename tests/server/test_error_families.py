@@ -12,7 +12,7 @@ from quire.errors import OverloadedError
 from quire.server.errors import Family, error_body, family_of
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import HI, JSON, LEAKS, check_error
-from tests.server.test_lifecycle import read_until, request_bytes
+from tests.server.sockets import read_until, request_bytes
 
 MESSAGES, COUNT, OLLAMA_CHAT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/v1/chat/completions"
 ANTHROPIC = {

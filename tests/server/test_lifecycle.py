@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,54 +10,62 @@ import pytest
 
 from quire.engine_request import EngineRequest
 from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.checks import CHAT, COMPLETIONS, HI
+from tests.server.sockets import ENDLESS, idle, read_all, read_until, request_bytes, sing
 
-HI = [{"role": "user", "content": "hi"}]
-ENDLESS = {"model": "fake", "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
-
-
-def request_bytes(path: str, body: dict[str, Any], headers: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+CHATS: dict[str, Any] = {"messages": HI}
 
 
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    data = b""
-    while mark not in data:
-        chunk = connection.recv(65536)
-        assert chunk, data
-        data += chunk
-    return data
+GONE: dict[str, tuple[str, dict[str, Any], int]] = {
+    "completion": (COMPLETIONS, {}, 1),
+    "stream": (COMPLETIONS, {"stream": True}, 1),
+    "many": (COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, 4),
+    "beams": (COMPLETIONS, {"n": 2, "use_beam_search": True, "temperature": 0, "ignore_eos": False}, 1),
+    "chat": (CHAT, CHATS, 1),
+    "message": ("/v1/messages", {"max_tokens": 50, **CHATS}, 1),
+    "Ollama": ("/api/chat", CHATS, 1),
+    "response": ("/v1/responses", {"input": "hi", "max_tokens": ...}, 1),
+}
 
 
-def idle(server: LiveServer) -> bool:
-    return not server.engine.live and server.llm.num_unfinished == 0 and server.context.num_open == 0
-
-
-@pytest.mark.parametrize(
-    "body", [{}, {"stream": True}, {"prompt": ["a", "b"], "n": 2}], ids=["whole", "stream", "many"]
-)
-def test_a_client_that_goes_away_while_waiting_frees_its_request(make_server: MakeServer, body: dict[str, Any]) -> None:
-    server = make_server()
+@pytest.mark.parametrize("name", GONE)
+def test_a_client_that_goes_away_while_waiting_frees_its_request(server: LiveServer, name: str) -> None:
+    path, changes, jobs = GONE[name]
+    base = ENDLESS if path == COMPLETIONS else {"model": "fake"}
+    body = {key: value for key, value in {**base, **changes}.items() if value is not ...}
+    aborted = server.do(lambda: len(server.engine.aborted))
     server.do(server.fake_client.hold)
     with server.connect() as connection:
-        connection.sendall(request_bytes("/v1/completions", {**ENDLESS, **body}))
+        connection.sendall(request_bytes(path, body))
         server.wait_until(lambda: bool(server.engine.live))
+    server.wait_until(lambda: idle(server) and not server.context.jobs)
+    assert server.do(lambda: len(server.engine.aborted)) == aborted + jobs
+    server.do(server.fake_client.resume)
+
+
+def test_a_client_that_goes_away_while_its_grammar_is_made(server: LiveServer) -> None:
+    form = {"structured_outputs": {"regex": "(a|b)*a(a|b){30}"}}
+    server.do(server.fake_client.hold)
+    with server.connect() as connection:
+        connection.sendall(request_bytes(COMPLETIONS, {**ENDLESS, **form}))
+        server.wait_until(lambda: server.context.num_open == 1)
     server.wait_until(lambda: idle(server))
-    assert server.do(lambda: len(server.engine.aborted)) == (4 if "n" in body else 1)
+    server.do(server.fake_client.resume)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_goes_away_in_a_stream_frees_its_request(make_server: MakeServer, path: str) -> None:
+@pytest.mark.parametrize(("path", "times"), [(COMPLETIONS, 120), (CHAT, 5)])
+def test_clients_that_go_away_in_their_streams(make_server: MakeServer, path: str, times: int) -> None:
     server = make_server(llm={"max_model_len": 100_000})
+    sung = sing(server)
     body = {"model": "fake", "stream": True, "max_tokens": 90_000, "ignore_eos": True}
-    body |= {"messages": HI} if "chat" in path else {"prompt": "ab"}
-    for _ in range(5):
+    body |= CHATS if path == CHAT else {"prompt": "ab"}
+    for _ in range(times):
         with server.connect() as connection:
             connection.sendall(request_bytes(path, body))
             read_until(connection, b"data: ")
-    server.wait_until(lambda: idle(server))
-    assert server.do(lambda: len(server.engine.aborted)) == 5
+        server.wait_until(lambda: idle(server))
+    assert server.do(lambda: len(server.engine.aborted)) == times
+    assert sing(server) == sung
 
 
 def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(make_server: MakeServer) -> None:
@@ -69,9 +75,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_and_without_done(
         connection.sendall(request_bytes("/v1/completions", body, "Connection: close\r\n"))
         read_until(connection, b"data: ")
         server.do(server.fake_client.die)
-        rest = b""
-        while chunk := connection.recv(65536):
-            rest += chunk
+        rest = read_all(connection)
     assert b'data: {"error":{' in rest
     assert b'"code":"engine_unavailable"' in rest
     assert b"[DONE]" not in rest
@@ -135,9 +139,7 @@ def test_a_request_that_fails_in_its_stream_ends_it_with_the_reason(make_server:
         connection.sendall(request_bytes("/v1/completions", body, "Connection: close\r\n"))
         read_until(connection, b"data: ")
         server.do(lambda: server.engine.fail_on.update(server.engine.live))
-        rest = b""
-        while chunk := connection.recv(65536):
-            rest += chunk
+        rest = read_all(connection)
     assert b'data: {"error":{"message":"logits are not finite","type":"server_error"' in rest
     assert b"[DONE]" not in rest
 

@@ -12,7 +12,6 @@ from quire.engine_request import EngineRequest
 from quire.sampling_params import BeamSearchParams
 from tests.helpers.fake_engine import fake_front_model, reply_with, small_tokenizer, small_tokenizer_ids
 from tests.helpers.live_server import LiveServer, MakeServer
-from tests.server.test_lifecycle import idle, request_bytes
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 BEAMS = {"use_beam_search": True}
@@ -116,16 +115,6 @@ def test_what_beams_cannot_do(client: openai.OpenAI) -> None:
                 else:
                     client.completions.create(model="fake", prompt="a", extra_body={**BEAMS, **extra})
             assert caught.value.param == param
-
-
-def test_a_client_that_goes_away_ends_its_search(make_server: MakeServer) -> None:
-    server = make_server(llm={"reply": reply})
-    server.do(server.fake_client.hold)
-    with server.connect() as connection:
-        connection.sendall(request_bytes("/v1/completions", {"model": "fake", "prompt": "a", "n": 2, **BEAMS}))
-        server.wait_until(lambda: bool(server.engine.live))
-    server.wait_until(lambda: idle(server))
-    assert server.do(lambda: len(server.engine.aborted)) == 1
 
 
 def test_more_completions_than_the_engine_runs_at_a_time(make_server: MakeServer) -> None:

@@ -25,7 +25,7 @@ from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.engine.process import ProcessClient
-    from quire.server.served_model import ModelEntry
+    from quire.server.model_entry import ModelEntry
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -189,7 +189,7 @@ def read_entries(path: Path, defaults: Mapping[str, Any]) -> list[ModelEntry]:
 
 
 def _entry(where: str, found: Any, defaults: Mapping[str, Any], flags: Sequence[Flag]) -> ModelEntry:
-    from quire.server.served_model import ModelEntry  # heavy: only with --models
+    from quire.server.model_entry import ModelEntry  # heavy: only with --models
 
     if not isinstance(found, dict):
         raise ConfigError(f"{where} must be a mapping of option names to values", param="models")
@@ -211,7 +211,7 @@ def _entry(where: str, found: Any, defaults: Mapping[str, Any], flags: Sequence[
 
 
 def _check_names(path: Path, entries: Sequence[ModelEntry]) -> None:
-    from quire.server.served_model import accepted_names  # heavy: only with --models
+    from quire.server.model_entry import accepted_names  # heavy: only with --models
 
     numbers: dict[str, int] = {}
     for number, entry in enumerate(entries, 1):

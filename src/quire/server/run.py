@@ -40,8 +40,9 @@ from quire.server.context import ServerContext
 from quire.server.health import liveness
 from quire.server.listen import listening, reload_certificate, url_of, uvicorn_config
 from quire.server.metrics import Metrics, ModelMetrics
+from quire.server.model_entry import ModelEntry
 from quire.server.model_pool import ModelPool
-from quire.server.served_model import ModelEntry, ServedModel
+from quire.server.served_model import ServedModel
 from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,4 @@
-"""One model of a server: `ModelEntry`, as the options describe it, and `ServedModel`, loaded or not, with the requests
-that wait for it. `ModelPool` loads it.
-"""
+"""One model of a server, loaded or not, and the requests that wait for it. `ModelPool` loads it."""
 
 from __future__ import annotations
 
@@ -10,52 +8,17 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
 from quire.server.errors import HTTPProblem, retry_headers
+from quire.server.model_entry import accepted_names, served_names
 
 FIRST_BACKOFF_SECONDS = 1.0
 MOST_BACKOFF_SECONDS = 300.0
 SOON_SECONDS = 60.0  # a model that dies within so long after loading is as one that could not be loaded
 PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+)+/?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEntry:
-    """A model to serve.
-
-    Attributes:
-        config: its options, and the server's.
-        pinned: it is never unloaded to make room, or for being idle. at_start: it is loaded before the server is ready.
-        max_model_len: its context length [tokens], if it is known without loading it.
-    """
-
-    config: EngineConfig
-    pinned: bool = True
-    at_start: bool = True
-    max_model_len: int | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names under which it is offered; the first one is its own."""
-        return served_names(self.config)
-
-
-def served_names(config: EngineConfig) -> list[str]:
-    """Return the names of the model: those given, or the model's own, of a folder only the last part."""
-    if config.model.served_model_name:
-        return list(config.model.served_model_name)
-    model = config.model.model
-    return [os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model]
-
-
-def accepted_names(config: EngineConfig) -> set[str]:
-    """Return the names by which requests may call it: those it is offered under, or else also what was given."""
-    names = set(served_names(config))
-    return names if config.model.served_model_name else names | {config.model.model}
 
 
 class ServedModel:

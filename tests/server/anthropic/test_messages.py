@@ -21,7 +21,6 @@ from tests.server.anthropic.wire import (
     prompt_of,
 )
 from tests.server.families import front_of
-from tests.server.test_lifecycle import request_bytes
 
 
 def family(make_server: MakeServer, reply: str) -> LiveServer:
@@ -254,12 +253,3 @@ def test_models_that_do_not_reason(plain: LiveServer) -> None:
     for kind in ("disabled", "adaptive"):
         assert ask(plain, thinking={"type": kind}).status_code == 200
     check_refused(ask(plain, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000), "does not reason")
-
-
-def test_a_client_that_goes_away_frees_its_request(make_server: MakeServer) -> None:
-    server = make_server()
-    server.do(server.fake_client.hold)
-    with server.connect() as connection:
-        connection.sendall(request_bytes(MESSAGES, {"model": "fake", "max_tokens": 50, "messages": HI}))
-        server.wait_until(lambda: len(server.engine.live) == 1)
-    server.wait_until(lambda: not server.engine.live and not server.context.jobs)

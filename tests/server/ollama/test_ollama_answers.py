@@ -11,7 +11,6 @@ import pytest
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import HI
 from tests.server.families import front_of
-from tests.server.test_lifecycle import request_bytes
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 3}}\n</tool_call>'
@@ -170,15 +169,6 @@ def test_results_of_tools_find_their_calls(make_server: MakeServer) -> None:
 def test_the_last_message_goes_on(plain: LiveServer) -> None:
     ask(plain, "/api/chat", messages=[*HI, {"role": "assistant", "content": "the answer is"}])
     assert prompt_of(plain).endswith("<|im_start|>assistant\nthe answer is")
-
-
-def test_a_client_that_goes_away_frees_its_request(make_server: MakeServer) -> None:
-    server = make_server()
-    server.do(server.fake_client.hold)
-    with server.connect() as connection:
-        connection.sendall(request_bytes("/api/chat", {"model": "fake", "messages": HI}))
-        server.wait_until(lambda: len(server.engine.live) == 1)
-    server.wait_until(lambda: not server.engine.live and not server.context.jobs)
 
 
 def test_what_it_tells_of_models(make_server: MakeServer) -> None:
