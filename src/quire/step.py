@@ -19,6 +19,7 @@ An executor that cannot do that says so by `Pending.overlaps`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -48,7 +49,7 @@ class NewSequenceData(msgspec.Struct):
     each group of layers (`KVCacheSpec.groups`); the first `num_computed_tokens` tokens have their KV there. `seed` keys
     its draws. With `num_candidates` the sequence is a beam: nothing is sampled for it; so many of the most likely next
     tokens are returned instead, and its next token comes in `ContinuingSequenceData.new_token_ids`. `sampler_state` is
-    the last one in `ModelOutput.sampler_states`. `draft_token_ids` are verified in this step.
+    the last one in `ModelOutput.sampler_states`.
 
     If its request has pooling parameters nothing is sampled: when the last token is computed, `ModelOutput.pooled` has
     the text's vector or scores.
@@ -62,7 +63,6 @@ class NewSequenceData(msgspec.Struct):
     seed: int = 0
     num_candidates: int = 0
     sampler_state: float | None = None
-    draft_token_ids: list[int] = []
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -80,7 +80,7 @@ class NewSequenceData(msgspec.Struct):
         return self.request.prompt_token_ids + self.output_token_ids
 
 
-class ContinuingSequenceData(msgspec.Struct):
+class ContinuingSequenceData(msgspec.Struct, gc=False):
     """What changed for a sequence that the worker has.
 
     `new_block_ids` are appended to its block tables, one list for each group of layers (or no list at all: nothing
@@ -91,11 +91,11 @@ class ContinuingSequenceData(msgspec.Struct):
     """
 
     sequence_id: str
-    new_block_ids: list[list[int]]
+    new_block_ids: Sequence[list[int]]
     num_computed_tokens: int
-    replaced_blocks: list[tuple[int, int, int]] = []
-    new_token_ids: list[int] = []
-    draft_token_ids: list[int] = []
+    replaced_blocks: Sequence[tuple[int, int, int]] = ()
+    new_token_ids: Sequence[int] = ()
+    draft_token_ids: Sequence[int] = ()
 
 
 class ForkData(msgspec.Struct):
@@ -189,7 +189,7 @@ class SchedulerOutput(msgspec.Struct):
 
     def num_transfers(self, op: TransferOp, tier: Tier) -> int:
         """Return how many transfers are of this kind."""
-        return sum(each.op is op and each.tier is tier for each in self.transfers)
+        return sum([each.op is op and each.tier is tier for each in self.transfers])
 
     @property
     def loading_block_ids(self) -> list[int]:
@@ -197,7 +197,7 @@ class SchedulerOutput(msgspec.Struct):
         return [each.block_id for each in self.transfers if each.op is TransferOp.LOAD and each.tier.is_async]
 
 
-class TokenTopLogprobs(msgspec.Struct, array_like=True):
+class TokenTopLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token first, then the top alternatives in falling order.
 
     `token_ids` and `logprobs` have equal length (1 + number asked for); `rank` is the chosen token's rank, 1 = best.
@@ -382,7 +382,7 @@ class BeamOutput(msgspec.Struct, array_like=True):
     finish_reason: str
 
 
-class SequenceOutput(msgspec.Struct):
+class SequenceOutput(msgspec.Struct, gc=False):
     """What is new of one sequence after one step.
 
     `finish_reason` is "stop", "length", "repetition", "abort" or "error"; `stop_reason` the stop token id (None for

@@ -235,3 +235,12 @@ def test_beams_end_where_their_text_does_whatever_else_ends_them(core: EngineCor
 def test_closing_with_requests_that_wait(core: EngineCore) -> None:
     core.add(request("a", "start: /a/"))
     core.close()
+
+
+def test_beams_get_no_id_of_a_request_that_waits(core: EngineCore, compiler: Compiler) -> None:
+    core.add(request("a#1", "grammar"))
+    core.add(request("a", None, beam=BeamSearchParams(beam_width=2, max_tokens=20)))
+    core.step()
+    compiler.finished = {"grammar": None}
+    outputs = [output for _ in range(40) for output in core.step().outputs]
+    assert {output.sequence_id for output in outputs if output.finish_reason} == {"a", "a#1"}

@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import ConfigError, QuireError
 from quire.kvcache.block_hash import BlockHasher
-from quire.kvcache.manager import UNCHANGED, KVCacheManager
+from quire.kvcache.manager import KVCacheManager
 from tests.kvcache.model import (
     BLOCK,
     Sequence,
@@ -60,7 +60,7 @@ def test_an_allocation_names_the_blocks_that_were_appended():
     hit = kv.find_prefix(a)
     assert kv.allocate_slots(a, 6, hit) == ([table(kv, a)], [])
     a.num_computed_tokens = 6
-    assert kv.allocate_slots(a, 1) == UNCHANGED
+    assert kv.has_slot(a) and kv.allocate_slots(a, 1) == ((), [])
     a.num_computed_tokens = 7
     assert kv.allocate_slots(a, 2) == ([table(kv, a)[2:]], [])
     assert kv.allocate_slots(b, 1, kv.find_prefix(b)) == ([table(kv, b)], [])  # those of the hit, too
@@ -338,14 +338,6 @@ def test_reserved_blocks_stay_free(reserved: int, fits: bool):
     kv = manager(num_blocks=4)
     a = Sequence("a", list(range(12)))
     assert (kv.allocate_slots(a, 12, kv.find_prefix(a), reserved) is not None) is fits
-
-
-def test_reserved_blocks_do_not_matter_to_who_needs_none():
-    kv = manager(num_blocks=1)
-    a = Sequence("a", [1, 2])
-    start(kv, a)
-    a.token_ids.append(3)
-    assert kv.allocate_slots(a, 1, num_reserved_blocks=5) == UNCHANGED
 
 
 # ---- forgetting ----

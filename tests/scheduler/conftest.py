@@ -260,7 +260,6 @@ class FakeWorker:
                 seed=new.seed,
                 num_candidates=new.num_candidates,
                 jumps=new.request.grammar is not None,
-                drafts=new.draft_token_ids,
             )
         for cont in plan.continuing:
             row = self.rows[cont.sequence_id]

@@ -73,6 +73,26 @@ def test_the_first_that_does_not_fit_blocks_those_behind_it(run, request_of):
     assert list(r.first) == ["a", "big", "small"]
 
 
+def test_those_behind_one_that_does_not_fit_are_admitted_once_it_is_aborted(run, request_of):
+    r = run(num_blocks=8)
+    r.add(request_of("a", 20, 6), request_of("big", 16, 1), request_of("small", 2, 1))
+    for _ in range(2):
+        assert list(r.step().num_scheduled_tokens) == ["a"]
+    r.scheduler.abort_requests(["big"])
+    assert list(r.step().num_scheduled_tokens) == ["a", "small"]
+
+
+def test_what_does_not_fit_is_admitted_once_a_prompt_under_way_has_blocks_to_share(run, request_of):
+    r = run(num_blocks=10, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    prompt = [token % 7 for token in range(24)]
+    r.add(request_of("a", prompt, 12), request_of("b", [*prompt, 9], 1))
+    assert list(r.step().num_scheduled_tokens) == ["a"]
+    r.finish()
+    assert list(r.last) == ["a", "b"] and list(r.first) == ["a", "b"]
+    begun = next(number for number, plan in enumerate(r.plans) if "b" in plan.num_scheduled_tokens)
+    assert "a" in r.plans[begun].num_scheduled_tokens
+
+
 def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_others_were_promised(run, request_of):
     """Two long prompts that fit one at a time are not begun together, to preempt each other half-way."""
     r = run(num_blocks=10, max_num_batched_tokens=8, long_prefill_token_threshold=4)
@@ -259,6 +279,19 @@ def test_nothing_is_admitted_in_a_step_that_preempts(run, request_of):
         pass
     assert r.plans[-1].new_sequences == []
     r.finish()
+
+
+def test_preemption_does_not_undo_ageing(run, request_of):
+    """An old request of low rank that was admitted first is not preempted for a young one of higher rank."""
+    r = run(num_blocks=6, policy="priority", ageing=10.0, max_num_seqs=1)
+    r.add(request_of("old", 7, 12, priority=5, arrival_time=0.0))
+    r.step()
+    r.add(request_of("young", 7, 12, priority=3, arrival_time=100.0))
+    r.step()
+    r.add(request_of("first", 7, 12, priority=3, arrival_time=1.0))
+    assert r.step().preempted_sequence_ids == ["old"]
+    r.finish()
+    assert list(r.last) == ["old", "first", "young"]
 
 
 def test_priority_decides_who_is_admitted_and_who_is_preempted(run, request_of):

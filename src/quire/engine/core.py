@@ -105,11 +105,11 @@ class EngineCore:
         self._allocate()
         self.clock = clock
         self._hasher = hasher or BlockHasher(executor.hash_key())
+        self._lora = LoadedAdapter(executor)
+        self._deferred = DeferredRequests([self._lora, CompiledGrammar(executor)])
         self.scheduler = self._create_scheduler(stored=True)
         self._pools = info.pooling is not None
         self.sleep_level = 0  # of 0 (awake), 1 and 2
-        self._lora = LoadedAdapter(executor)
-        self._deferred = DeferredRequests([self._lora, CompiledGrammar(executor)])
         # Called before steps are executed, or waited for, with their plans, oldest first.
         self.on_plans: Callable[[list[SchedulerOutput]], None] | None = None
         self._in_flight: deque[StepInFlight] = deque()
@@ -168,6 +168,7 @@ class EngineCore:
             hasher=self._hasher,
             whole_prompts=self.executor.kv_cache_spec().one_step,
             accepts_drafts=not self.executor.kv_cache_spec().states,
+            reserved_ids=self._deferred.sequence_ids,
         )
 
     def send(self, message: EngineRequest | AbortRequests) -> None:
@@ -294,9 +295,10 @@ class EngineCore:
 
     def _stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
-        stats.num_deferred = len(self._deferred)
-        stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._deferred.adapter_names})
-        stats.num_waiting += stats.num_deferred
+        if self._deferred:
+            stats.num_deferred = len(self._deferred)
+            stats.num_waiting += stats.num_deferred
+            stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._deferred.adapter_names})
         return stats
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:

@@ -180,13 +180,17 @@ def _unknown_token(request: Request, adapter: AdapterResult) -> str | None:
 
 
 class DeferredRequests:
-    """Requests on their way to the scheduler, and the prerequisites in use by live requests."""
+    """Requests on their way to the scheduler, and the prerequisites in use by live requests.
+
+    Attributes:
+        sequence_ids: of the requests that wait.
+    """
 
     def __init__(self, prerequisites: Iterable[Prerequisite]) -> None:
         self._prerequisites = list(prerequisites)
         self._waiting: dict[str, Request] = {}
         self._missing: dict[str, list[Prerequisite]] = {}  # by id of those that wait
-        self._sequence_ids: set[str] = set()
+        self.sequence_ids: set[str] = set()
         self._users: dict[str, EngineRequest] = {}  # by id: those that wait and those that run
 
     def __len__(self) -> int:
@@ -204,7 +208,7 @@ class DeferredRequests:
 
     def check_ids(self, request: Request) -> None:
         """Raise `RequestError` if one that waits has the id of `request`, or of one of its sequences."""
-        if request.request_id in self._waiting or not self._sequence_ids.isdisjoint(request.spec.sequence_ids):
+        if request.request_id in self._waiting or not self.sequence_ids.isdisjoint(request.spec.sequence_ids):
             raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
 
     def must_wait(self, request: Request) -> bool:
@@ -218,7 +222,7 @@ class DeferredRequests:
         for item in needed:
             item.prepare(spec)
         self._waiting[spec.request_id], self._missing[spec.request_id] = request, needed
-        self._sequence_ids.update(spec.sequence_ids)
+        self.sequence_ids.update(spec.sequence_ids)
         self._users[spec.request_id] = spec
 
     def abort(self, names: Iterable[str]) -> None:
@@ -226,7 +230,7 @@ class DeferredRequests:
         for name in names:
             if name in self._waiting:
                 self._remove(self._waiting[name])
-            elif name in self._sequence_ids:
+            elif name in self.sequence_ids:
                 request = next(item for item in self._waiting.values() if name in item.spec.sequence_ids)
                 request.aborted_ids.add(name)
                 if request.aborted_ids.issuperset(request.spec.sequence_ids):
@@ -270,4 +274,4 @@ class DeferredRequests:
 
     def _remove(self, request: Request) -> None:
         del self._waiting[request.request_id], self._missing[request.request_id]
-        self._sequence_ids.difference_update(request.spec.sequence_ids)
+        self.sequence_ids.difference_update(request.spec.sequence_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.executor.base import Executor
@@ -78,7 +79,7 @@ class NullExecutor(Executor):
             self._draw_forks([fork for fork in step.forks if fork.samples], output)
         return Done(output)
 
-    def _verify(self, known: _Known, drafts: list[int], sampled: list[int] | None) -> None:
+    def _verify(self, known: _Known, drafts: Sequence[int], sampled: list[int] | None) -> None:
         """Append to `sampled` the tokens that drafts confirm, which all count as known so far; None for a void step."""
         known.count -= len(drafts)
         for draft in drafts:
@@ -88,7 +89,7 @@ class NullExecutor(Executor):
             known.count += 1
             sampled.append(known.last)
 
-    def _take_in(self, step: SchedulerOutput) -> tuple[dict[str, int], dict[str, list[int]]]:
+    def _take_in(self, step: SchedulerOutput) -> tuple[dict[str, int], dict[str, Sequence[int]]]:
         """Apply the step's changes; return the number of computed tokens of each sequence, and drafts of some."""
         known = self._known
         for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
@@ -97,13 +98,11 @@ class NullExecutor(Executor):
             if not fork.samples:
                 self._fork(fork)
         computed: dict[str, int] = {}
-        drafts: dict[str, list[int]] = {}
+        drafts: dict[str, Sequence[int]] = {}
         for new in step.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
-            if new.draft_token_ids:
-                drafts[new.sequence_id] = new.draft_token_ids
             known[new.sequence_id] = _Known(
-                new.num_tokens + len(new.draft_token_ids),
+                new.num_tokens,
                 (new.output_token_ids or new.request.prompt_token_ids)[-1],
                 new.num_candidates,
                 new.request.pooling is not None,

@@ -34,8 +34,8 @@ MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more th
 
 # What changed in a sequence's tables: blocks appended to each group's (or none at all), and entries (group, index,
 # block id) that were replaced.
-Allocation = tuple[list[list[int]], list[tuple[int, int, int]]]
-UNCHANGED: Allocation = ([], [])
+Allocation = tuple[Sequence[list[int]], Sequence[tuple[int, int, int]]]
+UNCHANGED: Allocation = ((), ())
 
 BlockTables = list[list[Block]]  # of one sequence, for each group of layers
 
@@ -112,7 +112,7 @@ class KVCacheManager:
                 raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
         self.block_size = block_size
         self.windows = list(windows)
-        self._is_plain = self.windows == [None]
+        self._has_single_table = self.windows == [None]
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.transfers: list[BlockTransfer] = []  # of the step being planned, in the order decided
@@ -260,6 +260,18 @@ class KVCacheManager:
 
     # ---- slots ----
 
+    def has_slot(self, sequence: CachedSequence) -> bool:
+        """Whether the next token of `sequence` has a slot in a block of its own, which it does not fill.
+
+        Then nothing need be allocated for it, and nothing registered.
+        """
+        tables = self._tables.get(sequence.sequence_id)
+        if tables is None or self._replaced or not self._has_single_table:
+            return False
+        start, size = sequence.num_computed_tokens, self.block_size
+        table, index = tables[0], start // size
+        return (start + 1) % size != 0 and index < len(table) and table[index].ref_count == 1
+
     def allocate_slots(
         self,
         sequence: CachedSequence,
@@ -278,11 +290,6 @@ class KVCacheManager:
         tables = self._tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
-        elif self._is_plain and tables is not None and sequence.sequence_id not in self._replaced:
-            # Nearly every decode: the slot is in the last block, which is not shared, and not full yet.
-            index = start // size
-            if (start + num_new_tokens) // size == index < len(tables[0]) and tables[0][index].ref_count == 1:
-                return UNCHANGED
         end = start + num_new_tokens
         if tables is not None:
             # A query may come back to a tentative token, but not to one before.
@@ -301,7 +308,7 @@ class KVCacheManager:
             self.layerwise.forget(sequence.sequence_id)
         new_block_ids = self._append_blocks(tables, hit, end, prefer_layerwise=num_new_tokens > 1)
         self._register(sequence, tables, start, end)
-        return (new_block_ids if any(new_block_ids) else [], replaced)
+        return (new_block_ids if any(new_block_ids) else (), replaced)
 
     def _count_needed(
         self, tables: BlockTables | None, hit: PrefixHit | None, start: int, end: int
@@ -433,14 +440,14 @@ class KVCacheManager:
                 table[index] = NULL_BLOCK
                 self._free((block,))
 
-    def num_blocks_to_advance(self, sequences: Sequence[CachedSequence]) -> int:
+    def num_blocks_to_advance(self, sequences: Iterable[CachedSequence]) -> int:
         """Return how many blocks one more token of each takes, after freeing what is out of windows."""
         for sequence in sequences:
             position = min(sequence.num_computed_tokens, len(sequence.token_ids))
             self._free_out_of_window(self._tables.get(sequence.sequence_id, []), position)
         return self._num_blocks_to_advance(sequences, self._tables)
 
-    def _num_blocks_to_advance(self, sequences: Sequence[CachedSequence], tables: Mapping[str, BlockTables]) -> int:
+    def _num_blocks_to_advance(self, sequences: Iterable[CachedSequence], tables: Mapping[str, BlockTables]) -> int:
         """Return how many new blocks one more token of each sequence with tokens left takes, given these block tables.
 
         A sequence needs one, in each group of layers, where its last block is full, or shared: of those that share a
@@ -607,6 +614,8 @@ class KVCacheManager:
 
     def take_transfers(self) -> list[BlockTransfer]:
         """Return the transfers of the step being planned, and start afresh."""
+        if not self.transfers:
+            return []
         taken = self.transfers.copy()
         self.transfers.clear()
         return taken

@@ -7,10 +7,10 @@ takes of the block manager, of the queues and of the plan is done here. Nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quire.errors import ConfigError, echo
-from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.manager import UNCHANGED, KVCacheManager
 from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.in_flight import InFlight
 from quire.scheduler.live import LiveRequests
@@ -35,6 +35,7 @@ class Plan:
         num_promised_blocks: what sequences that were given tokens need for the rest of theirs.
         out_of_blocks: whether running requests were preempted for want of blocks.
         preempted_request_ids: of requests that were preempted in this step; they are not resumed in it.
+        shares: how many tokens some prompts may compute (`UnifiedPlanner`), by sequence id; None until one asks.
     """
 
     def __init__(self, budget: int, in_flight: InFlight) -> None:
@@ -48,6 +49,7 @@ class Plan:
         self.scheduled: list[tuple[Sequence, int]] = []
         self.forked: list[tuple[Sequence, int]] = []
         self.preempted_request_ids: set[str] = set()
+        self.shares: dict[str, int] | None = None
         self.preempted_sequence_ids: list[str] = []
 
     def finish(
@@ -171,24 +173,27 @@ class Admission:
         They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
         them are given up. `num_reserved` blocks must remain free.
         """
-        drafts = sequence.draft_token_ids
-        if drafts:
-            num_known_left = sequence.num_left - len(drafts) - (0 if hit is None else hit.num_tokens)
-            sequence.drop_drafts(min(max(num_new - num_known_left, 0), len(drafts)))
-        allocation = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
-        if allocation is None:
-            return False
-        sequence_id, start = sequence.sequence_id, sequence.num_computed_tokens
-        if hit is not None:
-            start += hit.num_tokens
+        sequence_id, start, request = sequence.sequence_id, sequence.num_computed_tokens, sequence.request
+        drafts, allocation = sequence.draft_token_ids, UNCHANGED
+        if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
+            if drafts:
+                num_known_left = sequence.num_left - len(drafts) - (0 if hit is None else hit.num_tokens)
+                sequence.drop_drafts(max(num_new - num_known_left, 0))
+                drafts = sequence.draft_token_ids
+            allocated = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
+            if allocated is None:
+                return False
+            allocation = allocated
+            if hit is not None:
+                start += hit.num_tokens
         if sequence.on_worker:
-            # Every field is given: a default would make a new list for each sequence.
-            unsent = sequence.unsent_token_ids
+            new_block_ids, replaced_blocks = allocation
             plan.continuing.append(
-                ContinuingSequenceData(sequence_id, allocation[0], start, allocation[1], unsent, drafts)
+                ContinuingSequenceData(
+                    sequence_id, new_block_ids, start, replaced_blocks, sequence.unsent_token_ids, drafts
+                )
             )
-            if unsent:
-                sequence.unsent_token_ids = []
+            sequence.unsent_token_ids = ()
         else:
             plan.new_sequences.append(self._describe(sequence, start))
         plan.num_scheduled[sequence_id] = num_new
@@ -199,8 +204,7 @@ class Admission:
             num_final = 1
             if drafts:
                 num_final += len(drafts)
-                sequence.draft_token_ids = []
-            request = sequence.request
+                sequence.draft_token_ids = ()
             if request.samples_tokens:
                 if end + 1 < request.max_total_tokens:
                     sequence.num_tentative_tokens += 1
@@ -239,7 +243,7 @@ class Admission:
 
     def _describe(self, sequence: Sequence, num_computed_tokens: int) -> NewSequenceData:
         request = sequence.request
-        sequence.on_worker, sequence.unsent_token_ids = True, []
+        sequence.on_worker, sequence.unsent_token_ids = True, ()
         return NewSequenceData(
             sequence.sequence_id,
             request.spec,
@@ -249,7 +253,6 @@ class Admission:
             seed=sequence.seed,
             num_candidates=0 if request.beam is None else request.beam.num_candidates,
             sampler_state=sequence.sampler_state,
-            draft_token_ids=sequence.draft_token_ids,
         )
 
     def _fork_samples(self, parent: Sequence, plan: Plan) -> None:
@@ -307,8 +310,8 @@ class Admission:
         return request.spec.lora_int_id in running or len(running) < self.max_loras
 
     def state(self) -> tuple[int, int, int]:
-        """What the admission of waiting requests depends on: nothing can be admitted while it stays the same."""
-        return self.kv.pool.num_freed, self.requests.num_added, self.requests.num_running_sequences
+        """What room for waiting requests depends on: while it is the same, who lacked blocks or slots still does."""
+        return self.kv.pool.num_freed, self.requests.waiting.num_changes, self.requests.num_running_sequences
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
@@ -324,7 +327,7 @@ class Admission:
             return False
         return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
 
-    def make_room(self, request: Request, sequences: list[Sequence], preempt_last: Callable[[], bool]) -> bool:
+    def make_room(self, request: Request, sequences: Collection[Sequence], preempt_last: Callable[[], bool]) -> bool:
         """See to it that each of these sequences of `request` could take a block; False if the request did not survive.
 
         They advance together or not at all, so this is decided before the first of them gets a token. A request that

@@ -175,7 +175,7 @@ class LiveRequests:
 
     def remove(self, sequence: Sequence, *, corrupt: bool = False) -> None:
         """Free the blocks of `sequence` and forget it; with `corrupt` their content leaves the prefix cache."""
-        sequence.request.num_output_tokens += len(sequence.token_ids) - sequence.num_prompt_tokens
+        sequence.request.num_output_tokens += sequence.num_output_tokens
         self._sequences.pop(sequence.sequence_id, None)
         sequence.is_live = False
         self._kv.free(sequence, forget=corrupt)

@@ -215,7 +215,7 @@ class PrefillFirstPlanner:
                 break
             for sequence in ready:
                 if sequence.draft_token_ids:
-                    sequence.drop_drafts(min(len(sequence.draft_token_ids), max(num_spare, 0)))
+                    sequence.drop_drafts(max(num_spare, 0))
                     num_spare -= len(sequence.draft_token_ids)
             if not self._append_slots(request, ready, plan):
                 continue  # it is not there any more

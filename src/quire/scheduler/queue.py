@@ -16,11 +16,12 @@ class RequestQueue:
 
     Attributes:
         num_swapped: how many of them have their KV in the host's pool.
+        num_changes: how often a request was added or removed.
     """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self.num_swapped = 0
+        self.num_swapped = self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -33,6 +34,7 @@ class RequestQueue:
         """Add a request whose `order_key` is set."""
         insort(self._requests, request, key=BY_ORDER)
         self.num_swapped += request.status is RequestStatus.SWAPPED
+        self.num_changes += 1
 
     def first(self, count: int) -> list[Request]:
         """Return the first `count` requests."""
@@ -48,3 +50,4 @@ class RequestQueue:
         assert self._requests[index] is request
         del self._requests[index]
         self.num_swapped -= request.status is RequestStatus.SWAPPED
+        self.num_changes += 1

@@ -98,16 +98,17 @@ class Sequence:
         self.seed = seed
         self.token_ids = token_ids
         self.num_tentative_tokens = 0
-        self.draft_token_ids: list[int] = []
+        self.draft_token_ids: tuple[int, ...] = ()
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed_tokens = 0
         self.block_hashes: list[bytes] = []
         self.is_live = True
         self.on_worker = False
-        self.unsent_token_ids: list[int] = []
+        self.unsent_token_ids: tuple[int, ...] = ()
         self.has_output = False
         self.candidates: TokenTopLogprobs | None = None
-        self.repetitions: RepetitionDetector | None = None
+        detection = request.spec.sampling_params.repetition_detection
+        self.repetitions = None if detection is None else RepetitionDetector(detection, self.num_prompt_tokens)
         self.sampler_state: float | None = None
 
     def fork(self, sequence_id: str, seed: int) -> Sequence:
@@ -133,6 +134,11 @@ class Sequence:
         return len(self.token_ids) + self.num_tentative_tokens
 
     @property
+    def num_output_tokens(self) -> int:
+        """Final output tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def num_left(self) -> int:
         """Tokens that are not computed."""
         return len(self.token_ids) + self.num_tentative_tokens - self.num_computed_tokens
@@ -144,8 +150,9 @@ class Sequence:
 
     def drop_drafts(self, num_kept: int = 0) -> None:
         """Give up all drafts but the first `num_kept`."""
-        self.num_tentative_tokens -= len(self.draft_token_ids) - num_kept
-        del self.draft_token_ids[num_kept:]
+        kept = self.draft_token_ids[:num_kept]
+        self.num_tentative_tokens -= len(self.draft_token_ids) - len(kept)
+        self.draft_token_ids = kept
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -7,7 +7,7 @@ forks of beams and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from typing import Any, Protocol
 
@@ -58,11 +58,14 @@ class Scheduler:
 
     Args:
         accepts_drafts: whether `propose` takes any.
+        reserved_ids: of sequences that may be added later; no beam gets one of them.
     """
 
-    def __init__(self, planner: Planner, *, accepts_drafts: bool = True) -> None:
+    def __init__(
+        self, planner: Planner, *, accepts_drafts: bool = True, reserved_ids: Collection[str] = frozenset()
+    ) -> None:
         self.planner, self.admission = planner, planner.admission
-        self._accepts_drafts = accepts_drafts
+        self._accepts_drafts, self._reserved_ids = accepts_drafts, reserved_ids
         self.kv, self.requests = self.admission.kv, self.admission.requests
         self._in_flight = InFlight()
         self._stats = self.admission.stats
@@ -154,11 +157,10 @@ class Scheduler:
             return 0
         request = sequence.request
         sequence.drop_drafts()
-        is_running = request.status is RequestStatus.RUNNING and request.forked
-        if not (is_running and request.is_plain and sequence.num_left == 1):
+        if not (request.forked and request.is_plain and sequence.on_worker and sequence.num_left == 1):
             return 0
         room = max(request.max_total_tokens - sequence.num_tokens - 1, 0)
-        sequence.draft_token_ids = token_ids[:room]
+        sequence.draft_token_ids = tuple(token_ids[:room])
         sequence.num_tentative_tokens += len(sequence.draft_token_ids)
         return len(sequence.draft_token_ids)
 
@@ -252,7 +254,7 @@ class Scheduler:
         if output.prompt_logprobs and request.owes_prompt_logprobs and sequence_id in output.prompt_logprobs:
             start = sequence.num_computed_tokens - plan.num_scheduled_tokens.get(sequence_id, 0)
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
-        sampled = output.sampled_token_ids.get(sequence_id, [])
+        sampled = output.sampled_token_ids.get(sequence_id) or []
         if bool(sampled) != (num_final > 0):
             raise QuireError(f"the model returned {len(sampled)} tokens for {sequence!r}")
         status = None
@@ -305,7 +307,7 @@ class Scheduler:
         Results of later steps in flight for it are void.
         """
         sequence.num_tentative_tokens = 0
-        sequence.draft_token_ids = []
+        sequence.draft_token_ids = ()
         num_discarded = max(sequence.num_computed_tokens - num_computed_tokens, 0)
         sequence.num_computed_tokens -= num_discarded
         self._stats.num_discarded_tokens += num_discarded
@@ -413,14 +415,14 @@ class Scheduler:
         for beam, (_, token_id) in zip(request.sequences, running, strict=True):
             beam.candidates = None
             beam.token_ids.append(token_id)
-            beam.unsent_token_ids = [*beam.unsent_token_ids, token_id]
+            beam.unsent_token_ids += (token_id,)
 
     def _new_id(self, request: Request) -> str:
-        """Return an id for a further beam of `request` that no live sequence has."""
+        """Return an id for a further beam of `request` that no other sequence has."""
         while True:
             request.num_forks += 1
             sequence_id = f"{request.request_id}#{request.num_forks}"
-            if self.requests.find(sequence_id) is None:
+            if self.requests.find(sequence_id) is None and sequence_id not in self._reserved_ids:
                 return sequence_id
 
     # ---- observation ----
@@ -428,7 +430,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return a snapshot; O(running)."""
         stats, requests = self._stats, self.requests
-        stats.num_running = sum(len(request.sequences) for request in requests.running)
+        stats.num_running = sum([len(request.sequences) for request in requests.running])
         stats.num_waiting = len(requests.waiting) + len(requests.loading)
         stats.num_swapped = requests.waiting.num_swapped
         stats.num_free_blocks = self.kv.pool.num_free
@@ -488,12 +490,13 @@ def create_scheduler(
     clock: Callable[[], float],
     whole_prompts: bool = False,
     accepts_drafts: bool = True,
+    reserved_ids: Collection[str] = frozenset(),
     **tier_options: Any,
 ) -> Scheduler:
     """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
 
-    `tier_options` are those of `KVCacheManager` that the config does not say, the others as for `Admission` and
-    `UnifiedPlanner`. Raises `ConfigError` naming the option.
+    `tier_options` are those of `KVCacheManager` that the config does not say, the others as for `Admission`,
+    `UnifiedPlanner` and `Scheduler`. Raises `ConfigError` naming the option.
     """
     cache, options = config.cache, config.scheduler
     kv = KVCacheManager(
@@ -525,4 +528,4 @@ def create_scheduler(
         planner = UnifiedPlanner(
             admission, max_overtake_seconds=options.max_overtake_seconds, whole_prompts=whole_prompts
         )
-    return Scheduler(planner, accepts_drafts=accepts_drafts)
+    return Scheduler(planner, accepts_drafts=accepts_drafts, reserved_ids=reserved_ids)

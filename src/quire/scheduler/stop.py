@@ -5,8 +5,6 @@ Stop strings are the frontend's concern.
 
 from __future__ import annotations
 
-from quire.sampling_params import RepetitionDetectionParams
-from quire.scheduler.repetition import RepetitionDetector
 from quire.scheduler.request import RequestStatus, Sequence
 
 
@@ -16,16 +14,12 @@ def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
     A stop id wins over a length reached with the same token, and both over a repetition; stop ids and repetitions count
     only from the `min_tokens`-th output token on.
     """
-    request = sequence.request
-    num_tokens = len(sequence.token_ids)
-    num_output_tokens = num_tokens - sequence.num_prompt_tokens
-    params = request.spec.sampling_params
-    if token_id in request.stop_ids and num_output_tokens >= params.min_tokens:
+    request, repetitions = sequence.request, sequence.repetitions
+    if token_id in request.stop_ids and _has_min_tokens(sequence):
         return RequestStatus.FINISHED_STOPPED
-    if num_tokens >= request.max_total_tokens:
+    if len(sequence.token_ids) >= request.max_total_tokens:
         return RequestStatus.FINISHED_LENGTH
-    detection = params.repetition_detection
-    if detection is not None and _repeats(sequence, detection) and num_output_tokens >= params.min_tokens:
+    if repetitions is not None and repetitions.update(sequence.token_ids) and _has_min_tokens(sequence):
         return RequestStatus.FINISHED_REPETITION
     return None
 
@@ -36,7 +30,5 @@ def stop_reason(sequence: Sequence) -> int | None:
     return last if last in (sequence.request.spec.sampling_params.stop_token_ids or ()) else None
 
 
-def _repeats(sequence: Sequence, detection: RepetitionDetectionParams) -> bool:
-    if sequence.repetitions is None:
-        sequence.repetitions = RepetitionDetector(detection, sequence.num_prompt_tokens)
-    return sequence.repetitions.update(sequence.token_ids)
+def _has_min_tokens(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens >= sequence.request.spec.sampling_params.min_tokens

@@ -66,15 +66,23 @@ class UnifiedPlanner:
         """Fill `plan`: running requests first, then waiting ones."""
         if self.admission.policy.preempts:
             self._make_room(plan)
-        shares = None if self.whole_prompts else self._share(plan)
-        self._schedule_running(plan, shares)
+        self._schedule_running(plan)
         if not plan.out_of_blocks:
-            self._schedule_waiting(plan, shares)
+            self._schedule_waiting(plan)
 
     # ---- shares ----
 
-    def _share(self, plan: Plan) -> dict[str, int] | None:
-        """Return how many tokens each prompt may compute, by sequence id; None if there is enough for all.
+    def _max_tokens(self, sequence: Sequence, plan: Plan) -> int:
+        """Return how many of its prompt's tokens `sequence` may compute; shares are made when the first one asks."""
+        most = min(plan.budget, self.admission.max_tokens_per_sequence)
+        if self.whole_prompts:
+            return most
+        if plan.shares is None:
+            plan.shares = self._share(plan)
+        return min(most, plan.shares.get(sequence.sequence_id, most))
+
+    def _share(self, plan: Plan) -> dict[str, int]:
+        """Return how many tokens each prompt may compute, by sequence id; nothing if there is enough for all.
 
         Of waiting requests those count that could begin in this step.
         """
@@ -82,14 +90,16 @@ class UnifiedPlanner:
         prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
         for request in self._requests.running:
             for sequence in request.sequences:
-                num_left = len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
+                if sequence.sequence_id in plan.num_scheduled:
+                    continue
+                num_left = sequence.num_left
                 if num_left > 1 and not sequence.draft_token_ids:
                     prompts.append((sequence.sequence_id, num_left))
                 else:
                     num_decode_tokens += num_left
         budget = max(plan.budget - num_decode_tokens, 1)
         num_running = len(prompts)
-        if self._requests.waiting and self._blocked != self.admission.state():
+        if self._may_admit(plan):
             num_sequences = self._requests.num_running_sequences
             for request in self._candidates():
                 num_sequences += request.num_sequences
@@ -99,7 +109,7 @@ class UnifiedPlanner:
                     first = request.sequences[0]
                     prompts.append((first.sequence_id, first.num_tokens))
         if sum(num_left for _, num_left in prompts) <= budget:
-            return None
+            return {}
         # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
         for index in range(num_running, len(prompts)):
             name, num_left = prompts[index]
@@ -126,14 +136,14 @@ class UnifiedPlanner:
     def _make_room(self, plan: Plan) -> None:
         """Preempt running requests of lower rank than the first waiting one, while that does not fit."""
         head, running = self._requests.waiting.peek(), self._requests.running
-        while head is not None and running and running[-1].spec.priority > head.spec.priority and not self._fits(head):
+        while head is not None and running and _outranks(head, running[-1]) and not self._fits(head):
             self.admission.preempt(running[-1], plan)
 
     def _fits(self, request: Request) -> bool:
         admission, kv = self.admission, self._kv
         if not admission.adapter_fits(request):
             # Others give way for that if it helps: those that stay must leave room for its adapter.
-            staying = [r for r in self._requests.running if r.spec.lora and r.spec.priority <= request.spec.priority]
+            staying = [r for r in self._requests.running if r.spec.lora and not _outranks(request, r)]
             return len({r.spec.lora_int_id for r in staying}) >= admission.max_loras
         if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
             return False
@@ -143,53 +153,54 @@ class UnifiedPlanner:
         num_cached = kv.find_prefix(first).num_tokens // kv.block_size
         return kv.num_blocks_for(first.num_tokens) - num_cached + admission.watermark_blocks <= kv.pool.num_free
 
-    def _schedule_running(self, plan: Plan, shares: dict[str, int] | None) -> None:
+    def _schedule_running(self, plan: Plan) -> None:
         """Give every running sequence its next tokens, preempting from the end while blocks are missing.
 
         A prompt, and drafts, leave one token of the budget to each sequence behind, so that decodes never wait.
         """
         admission, kv, running = self.admission, self._kv, self._requests.running
-        num_behind = sum(len(request.sequences) for request in running)
+        num_behind = sum([len(request.sequences) for request in running])
+        may_offload = kv.pool.num_layerwise > 0
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
             index += 1
-            if (
-                kv.layerwise.in_use
-                and all(s.is_decoding for s in request.sequences)
-                and not kv.layerwise.can_decode(
-                    [sequence.sequence_id for sequence in request.sequences],
-                    ([sequence.sequence_id for sequence in other.sequences] for other in reversed(running[index:])),
-                    is_first=not plan.num_scheduled,
-                    num_reserved=admission.watermark_blocks,
-                )
-            ):
-                num_behind -= len(request.sequences)
+            sequences = tuple(request.sequences)  # those forked on the way draw from their parent's step
+            if may_offload and not self._may_decode(request, running[index:], plan):
+                num_behind -= len(sequences)
                 continue
-            if len(request.sequences) > 1 and not admission.make_room(
-                request, request.sequences, partial(self._preempt_last, request, plan)
+            if len(sequences) > 1 and not admission.make_room(
+                request, sequences, partial(self._preempt_last, request, plan)
             ):
                 index -= 1  # it was preempted or ended
                 continue
-            for sequence in request.sequences[:]:  # those forked on the way draw from their parent's step
+            for sequence in sequences:
                 num_behind -= 1
                 num_left = len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
                 num_new = num_left
-                if num_left == 0 or plan.budget <= 0:
-                    continue
                 if num_left > 1:
-                    num_new = min(num_left, admission.max_tokens_per_sequence, max(plan.budget - num_behind, 1))
-                    if shares is not None:
-                        num_new = min(num_new, shares.get(sequence.sequence_id, num_new))
-                    if num_new == 0:
-                        plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
-                        continue
-                if not (sequence.on_worker and admission.give(sequence, num_new, plan)) and not self._continue(
-                    sequence, num_new, plan
+                    num_new = min(num_left, max(plan.budget - num_behind, 1), self._max_tokens(sequence, plan))
+                if num_new and not (
+                    (sequence.on_worker and admission.give(sequence, num_new, plan))
+                    or self._continue(sequence, num_new, plan)
                 ):
                     return
                 if num_new < num_left:
                     plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
+                if plan.budget <= 0:
+                    break
+
+    def _may_decode(self, request: Request, behind: list[Request], plan: Plan) -> bool:
+        """Whether `request` may compute in this step for all the layerwise blocks it has."""
+        layerwise = self._kv.layerwise
+        if not layerwise.in_use or not all(sequence.is_decoding for sequence in request.sequences):
+            return True
+        return layerwise.can_decode(
+            [sequence.sequence_id for sequence in request.sequences],
+            ([sequence.sequence_id for sequence in other.sequences] for other in reversed(behind)),
+            is_first=not plan.num_scheduled,
+            num_reserved=self.admission.watermark_blocks,
+        )
 
     def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
         """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted.
@@ -233,38 +244,40 @@ class UnifiedPlanner:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
-    def _schedule_waiting(self, plan: Plan, shares: dict[str, int] | None) -> None:
+    def _may_admit(self, plan: Plan) -> bool:
+        """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
+        return bool(self._requests.waiting) and not plan.out_of_blocks and self._blocked != self.admission.state()
+
+    def _schedule_waiting(self, plan: Plan) -> None:
         """Admit waiting requests in order while there are slots, budget and blocks.
 
         One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
         preempt others it is not overtaken: they would have to go again in the next step.
         """
         admission = self.admission
-        if not self._requests.waiting or self._blocked == admission.state():
+        if not self._may_admit(plan):
             return
-        blocked, all_tried = False, True
+        is_blocked, all_tried = False, True
         for request in self._candidates():
             if plan.budget <= 0 or self._requests.num_running_sequences >= admission.max_num_seqs:
                 return
-            if not admission.may_resume(request, plan):
-                continue
-            if self.whole_prompts and request.sequences[0].num_tokens > plan.budget:
+            first = request.sequences[0]
+            if self.whole_prompts and first.num_tokens > plan.budget:
                 return  # it comes first in the next step
-            if shares is not None and shares.get(request.sequences[0].sequence_id) == 0:
+            if not admission.may_resume(request, plan) or self._max_tokens(first, plan) == 0:
                 all_tried = False
                 continue
-            outcome = self._admit(request, plan, shares)
-            if outcome is None:
-                continue
-            if not outcome:
-                blocked = True
-                waited = admission.blocked_for(request)
-                if admission.policy.preempts or waited >= self.max_overtake_seconds:
+            outcome = self._admit(request, plan)
+            if outcome is False:
+                is_blocked = True
+                all_tried &= plan.budget >= len(request.sequences)  # else it may be the budget that it lacks
+                if admission.policy.preempts or admission.blocked_for(request) >= self.max_overtake_seconds:
                     break
-        if blocked and all_tried:
+        # What a prompt under way is going to compute may be shared with those that wait, which then need fewer blocks.
+        if is_blocked and all_tried and not plan.num_promised_blocks:
             self._blocked = admission.state()
 
-    def _admit(self, request: Request, plan: Plan, shares: dict[str, int] | None) -> bool | None:
+    def _admit(self, request: Request, plan: Plan) -> bool | None:
         """Start or resume `request` if all its known tokens fit beside what sequences in the plan still need.
 
         Returns whether it did; None if that is no reason to block others: it waits for the disk, or was ended.
@@ -282,10 +295,7 @@ class UnifiedPlanner:
         if admission.waits_for_disk(request, hit):
             return None
         num_tokens = first.num_tokens
-        most = min(plan.budget, admission.max_tokens_per_sequence)
-        if shares is not None:
-            most = min(most, shares.get(first.sequence_id, most))
-        if not admission.begin(first, most, plan, num_reserved, hit):
+        if not admission.begin(first, self._max_tokens(first, plan), plan, num_reserved, hit):
             if admission.is_alone(request):
                 admission.finish_infeasible(request, kv.num_blocks_for(num_tokens) + num_reserved)
                 return None
@@ -297,6 +307,11 @@ class UnifiedPlanner:
             if plan.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
                 admission.begin(sibling, min(plan.budget, admission.max_tokens_per_sequence), plan)
         return True
+
+
+def _outranks(waiting: Request, running: Request) -> bool:
+    """Whether a waiting request may take the place of a running one, which ageing has not moved ahead of it."""
+    return running.spec.priority > waiting.spec.priority and running.order_key > waiting.order_key
 
 
 def share_tokens(budget: int, num_left: list[int], most: int, long_chunk: int) -> list[int]:

@@ -145,7 +145,9 @@ class LayerwiseReader:
         contents.num_layerwise_stores += num_stores
         contents.streamed = (len(loads) + num_stores) * self._share
 
-    def _grow(self, table: _Table, new_block_ids: list[list[int]], replaced: list[tuple[int, int, int]]) -> None:
+    def _grow(
+        self, table: _Table, new_block_ids: Sequence[list[int]], replaced: Sequence[tuple[int, int, int]]
+    ) -> None:
         start = len(table.block_ids)
         if new_block_ids:
             table.block_ids += new_block_ids[0]

@@ -6,7 +6,7 @@ is vectorized numpy: the only Python loop is over the scheduled sequences, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -148,7 +148,7 @@ class InputBatch:
         guide = self._guide_of(new)
         if guide is not None:
             self.guides[row] = guide
-        self._set_drafts(row, new.draft_token_ids)
+        self.num_drafts[row] = 0
 
     def _fork(self, fork: ForkData) -> None:
         parent, row = self.row_of[fork.parent_id], self._free_rows.pop()
@@ -176,12 +176,13 @@ class InputBatch:
             for group, index, block_id in continuing.replaced_blocks:
                 self.block_tables[group, row, index] = block_id
         if continuing.new_token_ids:
+            new_token_ids = list(continuing.new_token_ids)
             if row in self.guides:
-                self.guides[row].accept(continuing.new_token_ids)
-            self.append_tokens(row, continuing.new_token_ids)
+                self.guides[row].accept(new_token_ids)
+            self.append_tokens(row, new_token_ids)
         self._set_drafts(row, continuing.draft_token_ids)
 
-    def _add_blocks(self, row: int, block_ids: list[list[int]]) -> None:
+    def _add_blocks(self, row: int, block_ids: Sequence[list[int]]) -> None:
         """Append to the block table of each group."""
         for group, ids in enumerate(block_ids):
             if ids:
@@ -190,7 +191,7 @@ class InputBatch:
                 self.block_tables[group, row, start:stop] = ids
                 self.num_blocks[group, row] = stop
 
-    def _set_drafts(self, row: int, draft_token_ids: list[int]) -> None:
+    def _set_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
         """Write draft tokens behind the others; they are verified where the host can do so afterwards."""
         if not draft_token_ids:
             self.num_drafts[row] = 0
