@@ -1,4 +1,4 @@
-"""How further processes of ours are started, by module name, and how they end with the one that started them."""
+"""Starts child processes that run a module of this package and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-_LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5  # of a child, where the system does not kill it with its parent
 
 
 def start_module(
     module: str, *arguments: str, on_exit: Callable[[int], None] = lambda code: None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Have `main()` of a module run in a process that ends with this one; what it returns is the exit code.
+    """Run `main()` of a module in a child process; what it returns is the exit code.
 
-    The package is found if not installed, too. The child is reaped as soon as it ends; nobody has to wait for it.
+    The child finds this package even if it is not installed. It is reaped as soon as it ends, without `wait`.
 
     Args:
         arguments: `sys.argv[1:]` of the child.
-        on_exit: called when it has ended, in another thread, with the exit code. options: of `Popen`.
+        on_exit: called with the exit code when it has ended, in another thread. options: of `Popen`.
     """
     root = str(Path(__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     environment = dict(os.environ, PYTHONPATH=root + (os.pathsep + path if path else ""))
     started: Future[subprocess.Popen[bytes]] = Future()
 
-    def keep() -> None:
+    def run() -> None:
         try:
             command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
             process = subprocess.Popen(command, env=environment, **options)
@@ -45,33 +45,33 @@ def start_module(
         started.set_result(process)
         on_exit(process.wait())
 
-    # To Linux the parent is the thread that starts a child, not its process: with that thread the child would die. So
-    # it is one that lasts exactly as long as the child. A daemon, for no child may keep the interpreter from ending.
-    threading.Thread(target=keep, name=f"{module}-keeper", daemon=True).start()
+    # Linux kills the child when the thread that started it ends, not the process. So that thread waits for the child.
+    # It is a daemon, because no child may keep the interpreter from ending.
+    threading.Thread(target=run, name=f"{module}-keeper", daemon=True).start()
     return started.result()
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process, by force, when the process `parent` that started it is gone, or is gone already.
+    """Kill this process when its parent, whose id is `parent`, has ended, or has ended already.
 
-    Linux does it, whatever this process is busy with; elsewhere a thread looks twice a second.
+    On Linux the kernel does that, whatever this process is busy with; elsewhere a thread looks twice a second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
 
-        def look() -> None:
+        def watch() -> None:
             while os.getppid() == parent:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             os._exit(1)
 
-        threading.Thread(target=look, name="parent-watch", daemon=True).start()
-    if os.getppid() != parent:  # it ended before it could be arranged
+        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    if os.getppid() != parent:  # it ended before this was arranged
         os._exit(1)
 
 
 def main() -> None:
-    """Entry point of all children; this module imports little, so that what ties them to their parent comes soon."""
+    """Entry point of all children. It imports little, so that a child is tied to its parent as soon as possible."""
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]

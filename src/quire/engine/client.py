@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from quire.engine.connection import AsyncConnection, ProtocolError, decode_message
-from quire.engine.messages import CallResult, EngineOutputs, Failed, FromEngine, Hello, Ready, ToEngine
+from quire.engine.messages import (
+    PROTOCOL_VERSION,
+    CallResult,
+    EngineOutputs,
+    Failed,
+    FromEngine,
+    Hello,
+    Ready,
+    ToEngine,
+)
 from quire.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -92,7 +101,7 @@ class SocketClient(EngineClient):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._dead: EngineDeadError | None = None
-        self._connection.send(self._encoder.encode(Hello(name)))
+        self._connection.send(self._encoder.encode(Hello(name, PROTOCOL_VERSION)))
 
     async def start(self) -> Ready:
         self._connection.attach()

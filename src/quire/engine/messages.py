@@ -23,7 +23,7 @@ class Hello(msgspec.Struct, tag=True):
     """The first message of a client. `client` says who it is, for the engine's log."""
 
     client: str
-    protocol: int = PROTOCOL_VERSION
+    protocol: int
 
 
 class AbortRequests(msgspec.Struct, tag=True):

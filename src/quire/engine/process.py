@@ -84,6 +84,7 @@ class EngineProcess:
     def start(self) -> None:
         """Start the process, without waiting for it to load the model."""
         self._listener, theirs = socket.socketpair()
+        self._listener.setblocking(False)
         with theirs:
             beat, self._heartbeat = create_heartbeat()
             self._stalls = StallDetector(self._heartbeat)
