@@ -8,12 +8,23 @@ from typing import Any
 
 import httpx
 
+from tests.helpers.live_server import LiveServer
+
 
 def parse_events(text: str) -> list[dict[str, Any]]:
     """Return the chunks of a whole stream, which must end well."""
     events = text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""], text[-2000:]
     return [json.loads(item.removeprefix("data: ")) for item in events[:-2]]
+
+
+def stream(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the chunks of a request that is streamed, having checked their frame."""
+    response = server.http.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    return parse_events(response.text)
 
 
 def stream_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:

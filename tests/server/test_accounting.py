@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -11,16 +10,12 @@ import pytest
 from quire.frontend.stats import FinishedRequest
 from tests.helpers.fake_engine import fake_async_llm
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
+from tests.server.streams import stream
 
 NAMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "ignore_eos": True}
 TEXT = {"model": "fake", "prompt": "abc", "max_tokens": 5, "ignore_eos": True}
 ROUTES = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
-
-
-def chunks_of(server: LiveServer, path: str, body: dict[str, Any]) -> list[Any]:
-    lines = server.http.post(path, json={**body, "stream": True}).text.split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -37,12 +32,12 @@ def test_an_answer_tells_its_times_if_asked_to(server: LiveServer, path: str, bo
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_a_stream_tells_them_in_its_last_chunk(server: LiveServer, path: str, body: dict[str, Any]) -> None:
-    *others, last = chunks_of(server, path, {**body, "include_metrics": True})
+    *others, last = stream(server, path, {**body, "include_metrics": True})
     assert last["choices"] == [] and set(last["metrics"]) == NAMES and "usage" not in last
     assert all("metrics" not in chunk and chunk["choices"] for chunk in others)
-    last = chunks_of(server, path, {**body, "include_metrics": True, "stream_options": {"include_usage": True}})[-1]
+    last = stream(server, path, {**body, "include_metrics": True, "stream_options": {"include_usage": True}})[-1]
     assert set(last["metrics"]) == NAMES and last["usage"]["completion_tokens"] == 5
-    assert chunks_of(server, path, body)[-1]["choices"]
+    assert stream(server, path, body)[-1]["choices"]
 
 
 def test_several_sequences_have_no_times_of_their_own(server: LiveServer) -> None:
@@ -62,7 +57,7 @@ def test_usage_adds_up(server: LiveServer, path: str, body: dict[str, Any], more
     assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
     assert usage["completion_tokens"] == body["max_tokens"] * body.get("best_of", body.get("n", 1))
     if "best_of" not in body:
-        streamed = chunks_of(server, path, {**body, "stream_options": {"include_usage": True}})[-1]["usage"]
+        streamed = stream(server, path, {**body, "stream_options": {"include_usage": True}})[-1]["usage"]
         assert streamed == usage
 
 

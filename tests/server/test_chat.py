@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_server import LiveServer
-from tests.server.checks import prompt_of
-
-HI = [{"role": "user", "content": "hi"}]
+from tests.server import streams
+from tests.server.checks import CHAT, HI, prompt_of
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +21,14 @@ def server() -> Iterator[LiveServer]:
 
 
 def chat(server: LiveServer, **body: Any) -> dict[str, Any]:
-    response = server.http.post("/v1/chat/completions", json={"model": "fake", "messages": HI, **body})
+    response = server.http.post(CHAT, json={"model": "fake", "messages": HI, **body})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
 
 
 def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
-    response = server.http.post("/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True, **body})
-    assert response.status_code == 200, response.text
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(item.removeprefix("data: ")) for item in events[:-2]]
+    return streams.stream(server, CHAT, {"model": "fake", "messages": HI, **body})
 
 
 def test_an_answer(server: LiveServer) -> None:
@@ -101,9 +96,7 @@ def test_prompt_logprobs_and_token_ids(server: LiveServer) -> None:
 
 
 def test_the_bytes_of_a_stream(server: LiveServer) -> None:
-    response = server.http.post(
-        "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True, "request_id": "x"}
-    )
+    response = server.http.post(CHAT, json={"model": "fake", "messages": HI, "stream": True, "request_id": "x"})
     created = json.loads(response.text.split("\n")[0][6:])["created"]
     head = f'data: {{"id":"chatcmpl-x","object":"chat.completion.chunk","created":{created},"model":"fake","choices":['
 
@@ -157,7 +150,7 @@ def test_conversations_can_be_tokenized(server: LiveServer) -> None:
 
 def test_a_conversation_beyond_the_context_fits_once_truncated(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "abc " * 100}]
-    refused = server.http.post("/v1/chat/completions", json={"model": "fake", "messages": messages})
+    refused = server.http.post(CHAT, json={"model": "fake", "messages": messages})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     answer = chat(server, messages=messages, truncate_prompt_tokens=24)
     assert answer["usage"]["prompt_tokens"] == 24

@@ -14,10 +14,10 @@ from quire.frontend.chat import ChatTemplate
 from quire.sampling_params import SamplingParams
 from quire.server.generation import SHARED_FIELDS
 from quire.server.protocol import REFUSED_EVERYWHERE, CompletionRequest
-from tests.helpers.fake_engine import reply_with
 from tests.helpers.live_server import LiveServer, MakeServer
-from tests.server.checks import CHAT, COMPLETIONS, HI, TOKENIZE, check_error, post
+from tests.server.checks import CHAT, COMPLETIONS, HI, TOKENIZE, check_error, post, prompt_of
 from tests.server.families import front_of
+from tests.server.responses.asking import says
 from tests.server.streams import add_up, parse_events
 
 TEMPLATE = (
@@ -51,9 +51,7 @@ def served() -> Iterator[LiveServer]:
 
 def chat(live: LiveServer, text: str = "hello", **body: Any) -> dict[str, Any]:
     """Return the answer to a chat for which the model says `text`."""
-    assert live.llm.tokenizer is not None
-    reply = reply_with(live.llm.tokenizer, text)
-    live.do(lambda: setattr(live.engine, "reply", reply))
+    says(live, text)
     response = post(live, CHAT, {"model": "fake", "messages": HI, **body})
     assert response.status_code == 200, response.text
     return add_up(parse_events(response.text)) if body.get("stream") else dict(response.json())
@@ -61,11 +59,6 @@ def chat(live: LiveServer, text: str = "hello", **body: Any) -> dict[str, Any]:
 
 def added(live: LiveServer) -> EngineRequest:
     return live.do(lambda: live.engine.added[-1])
-
-
-def prompt_of(live: LiveServer) -> str:
-    assert live.llm.tokenizer is not None
-    return live.llm.tokenizer.decode(added(live).prompt_token_ids, skip_special_tokens=False)
 
 
 def test_reasoning_that_the_prompt_began(served: LiveServer) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_server import LiveServer
+from tests.server import streams
+from tests.server.checks import COMPLETIONS
 
 
 @pytest.fixture(scope="module")
@@ -19,22 +21,14 @@ def server() -> Iterator[LiveServer]:
 
 
 def complete(server: LiveServer, **body: Any) -> dict[str, Any]:
-    response = server.http.post("/v1/completions", json={"model": "fake", "prompt": "ab", **body})
+    response = server.http.post(COMPLETIONS, json={"model": "fake", "prompt": "ab", **body})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
 
 
 def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
-    """Return the chunks of a stream, having checked its frame."""
-    response = server.http.post("/v1/completions", json={"model": "fake", "prompt": "ab", "stream": True, **body})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.headers["cache-control"] == "no-cache"
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(item.startswith("data: ") for item in events[:-1])
-    return [json.loads(item[6:]) for item in events[:-2]]
+    return streams.stream(server, COMPLETIONS, {"model": "fake", "prompt": "ab", **body})
 
 
 def test_an_answer(server: LiveServer) -> None:
@@ -182,7 +176,7 @@ def test_ids_of_the_caller(server: LiveServer) -> None:
 
 def test_the_bytes_of_a_stream(server: LiveServer) -> None:
     response = server.http.post(
-        "/v1/completions",
+        COMPLETIONS,
         json={
             "model": "fake",
             "prompt": "ab",

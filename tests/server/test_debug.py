@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.executor.null import NullExecutor
-from tests.helpers.fake_engine import fake_front_model
-from tests.helpers.live_server import LiveServer, MakeServer, server_config
+from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.steps import Ask, asking, make_core, step
 
 PATHS = ("/debug/blocks", "/debug/prefixes")
 PROMPT = list(range(20, 30))
-Ask = Callable[..., Future[httpx.Response]]
-
-
-def make_core() -> EngineCore:
-    front = fake_front_model()
-    config = server_config(num_gpu_blocks_override=40, block_size=4, swap_space=0)
-    return EngineCore(config, executor=NullExecutor(front.info.vocab_size), info=front.info)
 
 
 @pytest.fixture
@@ -33,29 +22,15 @@ def core() -> EngineCore:
 
 @pytest.fixture
 def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
-    """A server in front of it, which makes no step unless told to."""
-    server = make_server(llm={"engine": core}, enable_debug_endpoints=True)
-    server.fake_client.hold()
-    return server
+    """A server in front of it."""
+    return make_server(llm={"engine": core}, enable_debug_endpoints=True)
 
 
 @pytest.fixture
 def ask(held: LiveServer) -> Iterator[Ask]:
-    """Sends a completion request from a thread of its own."""
-    with ThreadPoolExecutor() as threads:
-
-        def post(**body: Any) -> Future[httpx.Response]:
-            whole = {"model": "fake", "ignore_eos": True, "max_tokens": 30, "temperature": 1.0, **body}
-            return threads.submit(lambda: held.http.post("/v1/completions", json=whole))
-
+    """Sends a completion request, of which only the test makes steps."""
+    with asking(held) as post:
         yield post
-        held.do(held.fake_client.resume)
-
-
-def step(server: LiveServer, core: EngineCore, count: int, num_requests: int) -> None:
-    """Wait for so many requests, then make so many steps, whose outputs nobody gets."""
-    server.wait_until(lambda: len(core.scheduler.requests) == num_requests)
-    server.do(lambda: [core.step() for _ in range(count)])
 
 
 @pytest.mark.parametrize("path", PATHS)

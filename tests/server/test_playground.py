@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError
-from quire.executor.null import NullExecutor
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext
 from quire.server.metrics import HISTORY_SECONDS, History
 from quire.server.paths import OPEN_PATHS, PAGE_FOLDER, PROBES, STATE_PATH, page_path
 from quire.server.served_model import ServedModel
 from quire.step import SchedulerStats
-from tests.helpers.fake_engine import fake_front_model
-from tests.helpers.live_server import LiveServer, MakeServer, server_config
+from tests.helpers.live_server import LiveServer, MakeServer
+from tests.server.steps import Ask, asking, make_core, step
 
 MAX_LINES = 600
 PAGE_FILES = sorted(file.name for file in PAGE_FOLDER.iterdir())
 PAGE_PATHS = OPEN_PATHS - PROBES
-Ask = Callable[..., Future[httpx.Response]]
-
-
-def make_core(**options: Any) -> EngineCore:
-    front = fake_front_model()
-    options = {"num_gpu_blocks_override": 40, "block_size": 4, "swap_space": 0, **options}
-    return EngineCore(server_config(**options), executor=NullExecutor(front.info.vocab_size), info=front.info)
 
 
 @pytest.fixture
@@ -42,31 +33,16 @@ def core() -> EngineCore:
 
 
 @pytest.fixture
-def ask(core: EngineCore, held: LiveServer) -> Iterator[Ask]:
-    """Sends a completion request from a thread of its own."""
-    with ThreadPoolExecutor() as threads:
-
-        def post(key: str = "a", **body: Any) -> Future[httpx.Response]:
-            whole = {"model": "fake", "ignore_eos": True, "max_tokens": 30, "temperature": 1.0, **body}
-            headers = {"Authorization": f"Bearer {key}"}
-            return threads.submit(lambda: held.http.post("/v1/completions", json=whole, headers=headers))
-
-        yield post
-        held.do(held.fake_client.resume)
+def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
+    """A server with two keys in front of the engine."""
+    return make_server(llm={"engine": core}, api_key=["a", "b"])
 
 
 @pytest.fixture
-def held(core: EngineCore, make_server: MakeServer) -> LiveServer:
-    """A server with two keys in front of the engine, which makes no step unless told to."""
-    server = make_server(llm={"engine": core}, api_key=["a", "b"])
-    server.fake_client.hold()
-    return server
-
-
-def step(server: LiveServer, core: EngineCore, count: int, num_requests: int) -> None:
-    """Wait for so many requests, then make so many steps, whose outputs nobody gets."""
-    server.wait_until(lambda: len(core.scheduler.requests) == num_requests)
-    server.do(lambda: [core.step() for _ in range(count)])
+def ask(held: LiveServer) -> Iterator[Ask]:
+    """Sends a completion request, of which only the test makes steps."""
+    with asking(held) as post:
+        yield post
 
 
 def state(server: LiveServer, key: str = "a", **query: Any) -> dict[str, Any]:
@@ -198,13 +174,10 @@ def test_other_keys_requests_have_no_names(held: LiveServer, core: EngineCore, a
 def test_one_key_sees_everything(make_server: MakeServer) -> None:
     core = make_core()
     server = make_server(llm={"engine": core}, api_key=["a"])
-    server.fake_client.hold()
-    with ThreadPoolExecutor() as threads:
-        body = {"model": "fake", "prompt": [20] * 9, "request_id": "named", "max_tokens": 2, "temperature": 1.0}
-        threads.submit(lambda: server.http.post("/v1/completions", json=body, headers={"Authorization": "Bearer a"}))
+    with asking(server) as ask:
+        ask(prompt=[20] * 9, request_id="named", max_tokens=2)
         step(server, core, 1, num_requests=1)
         assert [row["id"] for row in state(server)["picture"]["requests"]] == ["cmpl-named"]
-        server.do(server.fake_client.resume)
 
 
 def test_who_has_the_picture_does_not_get_it_again(held: LiveServer) -> None:

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
-from quire.engine.core import EngineCore
-from quire.executor.null import NullExecutor
 from quire.server.timeline import MAX_FINISHED, MAX_FINISHED_PROMPTS, RequestRecord, RequestRecords, explain_latency
-from tests.helpers.fake_engine import fake_front_model, small_tokenizer
 from tests.helpers.live_server import LiveServer, MakeServer
-
-
-def make_core(**options: object) -> EngineCore:
-    settings = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "enable_prefix_caching": False}
-    config = EngineConfig.from_kwargs(**{**settings, **options})
-    return EngineCore(config, executor=NullExecutor(small_tokenizer().vocab_size), info=fake_front_model().info)
+from tests.server.steps import make_core
 
 
 def ask(server: LiveServer, prompt: str, max_tokens: int, headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -35,7 +26,7 @@ def timeline_of(server: LiveServer, name: str, **headers: str) -> Any:
 
 
 def test_a_preemption_is_named(make_server: MakeServer) -> None:
-    core = make_core(num_gpu_blocks_override=14)
+    core = make_core(num_gpu_blocks_override=14, enable_prefix_caching=False)
     server = make_server(llm={"engine": core})
     two = ask(server, ["abcdefgh" * 2, "ABCDEFGH" * 2], 20, headers={"x-request-id": "two-at-once"})
     timeline = timeline_of(server, "two-at-once")
@@ -52,7 +43,7 @@ def test_a_preemption_is_named(make_server: MakeServer) -> None:
 
 
 def test_the_parts_add_up_and_every_step_is_counted(make_server: MakeServer) -> None:
-    server = make_server(llm={"engine": make_core(max_num_batched_tokens=16)})
+    server = make_server(llm={"engine": make_core(max_num_batched_tokens=16, max_num_seqs=4)})
     answer = ask(server, "x" * 40, 8).json()
     timeline = timeline_of(server, answer["id"])
     [prompt] = timeline["prompts"]

@@ -16,16 +16,10 @@ from tests.server.anthropic.wire import (
     MESSAGES,
     THOUGHT,
     ask,
-    check_refused,
     events_of,
-    prompt_of,
 )
-from tests.server.families import front_of
-
-
-def family(make_server: MakeServer, reply: str) -> LiveServer:
-    """Return a server of a model with tools and reasoning."""
-    return make_server(llm={"front_model": front_of("hermes", "qwen3"), "reply_text": reply})
+from tests.server.checks import check_refused, prompt_of
+from tests.server.responses.asking import says
 
 
 def test_a_message(plain: LiveServer) -> None:
@@ -70,10 +64,10 @@ def test_a_context_that_is_full(make_server: MakeServer) -> None:
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 256
 
 
-def test_a_stream_adds_up_to_the_message(make_server: MakeServer) -> None:
-    server = family(make_server, THOUGHT + "let me\n" + CALL + CALL)
-    whole = ask(server, tools=[LOOK], max_tokens=2000).json()
-    events = events_of(ask(server, tools=[LOOK], max_tokens=2000, stream=True).text)
+def test_a_stream_adds_up_to_the_message(family: LiveServer) -> None:
+    says(family, THOUGHT + "let me\n" + CALL + CALL)
+    whole = ask(family, tools=[LOOK], max_tokens=2000).json()
+    events = events_of(ask(family, tools=[LOOK], max_tokens=2000, stream=True).text)
     kinds = [event["type"] for event in events]
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-2:] == ["message_delta", "message_stop"]
@@ -109,26 +103,27 @@ def test_a_stream_adds_up_to_the_message(make_server: MakeServer) -> None:
     assert whole["stop_reason"] == "tool_use"
 
 
-def test_a_call_that_is_cut_off(make_server: MakeServer) -> None:
-    answer = ask(family(make_server, CALL), tools=[LOOK], max_tokens=50).json()
+def test_a_call_that_is_cut_off(family: LiveServer) -> None:
+    says(family, CALL)
+    answer = ask(family, tools=[LOOK], max_tokens=50).json()
     assert answer["stop_reason"] == "max_tokens"
     [block] = answer["content"]
     assert (block["name"], block["input"]) == ("look", {})
 
 
-def test_thinking_that_is_not_shown(make_server: MakeServer) -> None:
-    server = family(make_server, THOUGHT + "yes")
+def test_thinking_that_is_not_shown(family: LiveServer) -> None:
+    says(family, THOUGHT + "yes")
     fields: dict[str, Any] = {"thinking": {"type": "adaptive", "display": "omitted"}, "max_tokens": 100}
-    thinking, text = ask(server, **fields).json()["content"]
+    thinking, text = ask(family, **fields).json()["content"]
     assert thinking["thinking"] == "" and thinking["signature"]
     assert text["text"] == "yes"
-    events = events_of(ask(server, stream=True, **fields).text)
+    events = events_of(ask(family, stream=True, **fields).text)
     assert "thinking_delta" not in [event.get("delta", {}).get("type") for event in events]
 
 
-def test_a_long_conversation_of_an_agent(make_server: MakeServer) -> None:
+def test_a_long_conversation_of_an_agent(family: LiveServer) -> None:
     """The shape in which command line agents ask: marked system blocks, many tools, results of tools, a reminder."""
-    server = family(make_server, "done")
+    says(family, "done")
     mark = {"cache_control": {"type": "ephemeral"}}
     tools = [{**LOOK, "name": f"tool_{number}"} for number in range(9)]
     tools[-1] |= mark | {"type": "custom", "eager_input_streaming": True}
@@ -156,12 +151,12 @@ def test_a_long_conversation_of_an_agent(make_server: MakeServer) -> None:
         "context_management": None,
     }
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "any"}
-    response = server.http.post(
+    response = family.http.post(
         f"{MESSAGES}?beta=true", json={"model": "fake", "max_tokens": 32000, **body}, headers=headers
     )
     assert response.status_code == 200, response.text
     assert events_of(response.text)[-1] == {"type": "message_stop"}
-    prompt = prompt_of(server)
+    prompt = prompt_of(family)
     assert prompt.count("<|im_start|>system") == 1
     assert "You are an agent.\nBe brief." in prompt
     assert prompt.count("<|im_start|>tool\n") == 8
@@ -170,13 +165,13 @@ def test_a_long_conversation_of_an_agent(make_server: MakeServer) -> None:
     assert prompt.endswith("<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_counting_gives_the_tokens_of_the_prompt(make_server: MakeServer) -> None:
-    server = family(make_server, "yes")
+def test_counting_gives_the_tokens_of_the_prompt(family: LiveServer) -> None:
+    says(family, "yes")
     body = {"model": "fake", "messages": HI, "system": "be", "tools": [LOOK], "tool_choice": {"type": "auto"}}
-    counted = server.http.post(COUNT, json=body)
-    assert counted.json() == {"input_tokens": ask(server, **body).json()["usage"]["input_tokens"]}
+    counted = family.http.post(COUNT, json=body)
+    assert counted.json() == {"input_tokens": ask(family, **body).json()["usage"]["input_tokens"]}
     assert counted.headers["request-id"]
-    check_refused(server.http.post(COUNT, json={**body, "max_tokens": 5}), "unknown parameter max_tokens")
+    check_refused(family.http.post(COUNT, json={**body, "max_tokens": 5}), "unknown parameter max_tokens")
 
 
 def test_the_last_message_goes_on(plain: LiveServer) -> None:
@@ -221,32 +216,32 @@ def test_a_form(make_server: MakeServer) -> None:
         ({"type": "none"}, None),
     ],
 )
-def test_choices_of_tools(make_server: MakeServer, choice: dict[str, Any], forced: bool | None) -> None:
-    server = family(make_server, CALL)
-    answer = ask(server, tools=[LOOK], tool_choice=choice, max_tokens=200)
+def test_choices_of_tools(family: LiveServer, choice: dict[str, Any], forced: bool | None) -> None:
+    says(family, CALL)
+    answer = ask(family, tools=[LOOK], tool_choice=choice, max_tokens=200)
     assert answer.status_code == 200, answer.text
-    grammar = server.engine.added[-1].grammar
+    grammar = family.engine.added[-1].grammar
     assert (grammar is None) == (forced is None)
     if forced:
         assert answer.json()["stop_reason"] == "tool_use"
         single = {**choice, "disable_parallel_tool_use": True}
-        assert ask(server, tools=[LOOK], tool_choice=single, max_tokens=200).status_code == 200
+        assert ask(family, tools=[LOOK], tool_choice=single, max_tokens=200).status_code == 200
         if choice["type"] == "any":
-            assert server.engine.added[-1].grammar != grammar
+            assert family.engine.added[-1].grammar != grammar
 
 
-def test_reasoning_is_bounded_and_switched(make_server: MakeServer) -> None:
-    server = family(make_server, THOUGHT + "yes")
-    ask(server, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
-    assert server.engine.added[-1].thinking.budget == 1024  # type: ignore[union-attr]
+def test_reasoning_is_bounded_and_switched(family: LiveServer) -> None:
+    says(family, THOUGHT + "yes")
+    ask(family, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000)
+    assert family.engine.added[-1].thinking.budget == 1024  # type: ignore[union-attr]
     check_refused(
-        ask(server, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=1024), "less than max_tokens"
+        ask(family, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=1024), "less than max_tokens"
     )
     check_refused(
-        ask(server, thinking={"type": "disabled"}), "thinking.type: this model's reasoning cannot be disabled"
+        ask(family, thinking={"type": "disabled"}), "thinking.type: this model's reasoning cannot be disabled"
     )
-    assert ask(server, output_config={"effort": "high"}).status_code == 200
-    check_refused(ask(server, output_config={"effort": "low"}), "output_config.effort")
+    assert ask(family, output_config={"effort": "high"}).status_code == 200
+    check_refused(ask(family, output_config={"effort": "low"}), "output_config.effort")
 
 
 def test_models_that_do_not_reason(plain: LiveServer) -> None:

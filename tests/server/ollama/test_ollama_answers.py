@@ -9,18 +9,13 @@ import httpx
 import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
-from tests.server.checks import HI
-from tests.server.families import front_of
+from tests.server.checks import HI, prompt_of
+from tests.server.responses.asking import says
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 3}}\n</tool_call>'
 THOUGHT = "<think>\nhmm yes\n</think>\n\n"
 COUNTS = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration")
-
-
-def family(make_server: MakeServer, reply: str) -> LiveServer:
-    """Return a server of a model with tools and reasoning."""
-    return make_server(llm={"front_model": front_of("hermes", "qwen3"), "reply_text": reply})
 
 
 def ask(server: LiveServer, path: str, **fields: Any) -> httpx.Response:
@@ -35,12 +30,6 @@ def parts_of(response: httpx.Response) -> list[dict[str, Any]]:
     parts = [json.loads(line) for line in response.text.splitlines()]
     assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
     return parts
-
-
-def prompt_of(server: LiveServer) -> str:
-    return server.llm.front_model.tokenizer.decode(  # type: ignore[union-attr]
-        server.engine.added[-1].prompt_token_ids, skip_special_tokens=False
-    )
 
 
 def test_a_chat(plain: LiveServer) -> None:
@@ -137,31 +126,32 @@ def test_forms(plain: LiveServer, form: Any) -> None:
         assert plain.engine.added[-1].grammar is not None
 
 
-def test_thinking_and_tools(make_server: MakeServer) -> None:
-    server = family(make_server, THOUGHT + "let me\n" + CALL + CALL)
-    whole = ask(server, "/api/chat", messages=HI, tools=[TOOL], think=True, stream=False).json()["message"]
+def test_thinking_and_tools(family: LiveServer) -> None:
+    says(family, THOUGHT + "let me\n" + CALL + CALL)
+    whole = ask(family, "/api/chat", messages=HI, tools=[TOOL], think=True, stream=False).json()["message"]
     assert (whole["thinking"], whole["content"]) == ("hmm yes", "let me")
     calls = [call["function"] for call in whole["tool_calls"]]
     assert calls == [{"index": index, "name": "look", "arguments": {"at": "x", "n": 3}} for index in range(2)]
-    parts = parts_of(ask(server, "/api/chat", messages=HI, tools=[TOOL]))
+    parts = parts_of(ask(family, "/api/chat", messages=HI, tools=[TOOL]))
     assert "".join(part["message"].get("thinking", "") for part in parts) == "hmm yes"
     streamed = [call["function"] for part in parts for call in part["message"].get("tool_calls", ())]
     assert streamed == calls
 
 
-def test_thinking_of_prompts(make_server: MakeServer) -> None:
-    answer = ask(family(make_server, THOUGHT + "yes"), "/api/generate", prompt="hi", stream=False).json()
+def test_thinking_of_prompts(family: LiveServer) -> None:
+    says(family, THOUGHT + "yes")
+    answer = ask(family, "/api/generate", prompt="hi", stream=False).json()
     assert (answer["thinking"], answer["response"]) == ("hmm yes", "yes")
 
 
-def test_results_of_tools_find_their_calls(make_server: MakeServer) -> None:
-    server = family(make_server, "done")
+def test_results_of_tools_find_their_calls(family: LiveServer) -> None:
+    says(family, "done")
     calls = [{"function": {"name": name, "arguments": {"at": name}}} for name in ("look", "see", "look")]
     messages = [*HI, {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": calls}]
     messages += [{"role": "tool", "content": "seen", "tool_name": "see"}, {"role": "tool", "content": "first"}]
     messages += [{"role": "tool", "content": "second", "tool_name": "look"}]
-    ask(server, "/api/chat", messages=messages, tools=[TOOL])
-    prompt = prompt_of(server)
+    ask(family, "/api/chat", messages=messages, tools=[TOOL])
+    prompt = prompt_of(family)
     assert prompt.count("<|im_start|>tool\n") == 3
     assert prompt.index("seen") < prompt.index("first") < prompt.index("second")
 
@@ -171,16 +161,16 @@ def test_the_last_message_goes_on(plain: LiveServer) -> None:
     assert prompt_of(plain).endswith("<|im_start|>assistant\nthe answer is")
 
 
-def test_what_it_tells_of_models(make_server: MakeServer) -> None:
-    server = family(make_server, "yes")
-    [entry] = server.http.get("/api/tags").json()["models"]
+def test_what_it_tells_of_models(family: LiveServer) -> None:
+    says(family, "yes")
+    [entry] = family.http.get("/api/tags").json()["models"]
     assert (entry["name"], entry["model"], entry["details"]["family"]) == ("fake", "fake", "llama")
-    [running] = server.http.get("/api/ps").json()["models"]
+    [running] = family.http.get("/api/ps").json()["models"]
     assert running["context_length"] == 4096
     for name in ("fake", "fake:latest"):
-        shown = server.http.post("/api/show", json={"model": name}).json()
+        shown = family.http.post("/api/show", json={"model": name}).json()
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
         assert shown["model_info"]["llama.context_length"] == 4096
         assert "<|im_start|>" in shown["template"]
-    assert server.http.get("/api/version").json()["version"]
-    ask(server, "/api/chat", messages=HI, model="fake:latest")
+    assert family.http.get("/api/version").json()["version"]
+    ask(family, "/api/chat", messages=HI, model="fake:latest")
