@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import pytest
+
+from quire.cli import main as cli_main
 from tests.meta.source import ENVIRONMENT
 
 
@@ -29,30 +35,34 @@ def test_a_prompt_that_does_not_fit_fails_alone(quire, type_in):
     assert first["outputs"][0]["finish_reason"] == third["outputs"][0]["finish_reason"] == "length"
 
 
-def test_a_terminal_without_unicode_gets_question_marks():
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    words = [
-        sys.executable,
-        "-c",
-        "from quire.cli import main; import sys; main._run = lambda words: print('\\xe9') or 0",
-    ]
-    words[-1] += "; sys.exit(main.main([]))"
-    done = subprocess.run(words, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (0, b"?\n")
+@contextlib.contextmanager
+def ascii_streams(monkeypatch: pytest.MonkeyPatch, data: bytes) -> Iterator[io.BytesIO]:
+    """Replace standard input and output by streams in ASCII, as a C locale makes them; yield what is written."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+    with io.TextIOWrapper(written, encoding="ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        yield written
+        stdout.flush()
+        monkeypatch.undo()
 
 
-def test_input_and_output_are_utf8_whatever_the_locale():
-    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
-        environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-        words = [sys.executable, "-m", "quire", "generate", "--max-tokens", "1"]
-        return subprocess.run(words, env=environment, input=data, capture_output=True, check=False)
+def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
+    with ascii_streams(monkeypatch, b"") as written:
+        monkeypatch.setattr(cli_main, "_run", lambda words: print("\xe9") or 0)
+        assert cli_main.main([]) == 0
+        sys.stdout.flush()
+        assert written.getvalue() == b"?\n"
 
-    good = run("caf\u00e9\n".encode())
-    assert good.returncode == 0, good.stderr
-    assert json.loads(good.stdout)["prompt"] == "caf\u00e9"
-    bad = run(b"\xff\xfe\n")
-    assert bad.returncode == 2
-    assert bad.stderr.startswith(b"error: standard input is not UTF-8 text") and bad.stderr.count(b"\n") == 1
+
+def test_input_and_output_are_utf8_whatever_the_locale(monkeypatch, capsys):
+    with ascii_streams(monkeypatch, "caf\u00e9\n".encode()) as written:
+        assert cli_main.main(["generate", "--max-tokens", "1"]) == 0
+        assert json.loads(written.getvalue())["prompt"] == "caf\u00e9"
+    with ascii_streams(monkeypatch, b"\xff\xfe\n"):
+        assert cli_main.main(["generate", "--max-tokens", "1"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: standard input is not UTF-8 text") and errors.count("\n") == 1
 
 
 def test_chat_answers_each_line(quire, type_in):
