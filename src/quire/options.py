@@ -105,25 +105,28 @@ def pool_size(value: str | int | float) -> int:
     return size
 
 
-def _base_type(annotation: Any) -> tuple[Any, bool]:
-    """Split `T | None` into (T, True); other annotations are (annotation, False)."""
+def base_type(annotation: Any) -> tuple[type, bool]:
+    """Reduce a field's annotation to (element type, repeated): `list[str] | None` is (str, True)."""
     if isinstance(annotation, types.UnionType):
-        rest = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
-        return rest[0], True
-    return annotation, False
+        parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+        lists = [part for part in parts if typing.get_origin(part) is list]
+        return base_type((lists or parts)[0])
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0], True
+    return typing.get_origin(annotation) or annotation, False
 
 
 def check_option(known: OptionField, value: Any) -> Any:
     """Return `value` in the option's type, or raise `ConfigError` naming option, value, and what is allowed."""
-    kind, optional = _base_type(known.type)
-    if value is None and optional:
+    if value is None and types.NoneType in typing.get_args(known.type):
         return None
-    if typing.get_origin(kind) is list:
+    kind, repeat = base_type(known.type)
+    if repeat:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
             raise _bad(known, value, "one or more non-empty texts")
         return list(items)
-    if typing.get_origin(kind) is dict:
+    if kind is dict:
         if not isinstance(value, dict):
             raise _bad(known, value, "a JSON object")
         return dict(value)

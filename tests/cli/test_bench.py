@@ -16,7 +16,7 @@ import pytest
 from quire.cli.bench import serve as bench_serve
 from quire.cli.bench.dataset import file_samples, random_samples
 from quire.cli.bench.http1 import HttpClient, HttpError
-from quire.cli.bench.load import Answer, LoadRequest, arrival_times, request_body, run_load, send
+from quire.cli.bench.load import LoadRequest, RequestResult, arrival_times, request_body, run_load, send
 from quire.cli.bench.metrics import parse_goodput, parse_names, parse_percentiles, summarize
 from quire.errors import ConfigError
 from quire.outputs import CompletionOutput, RequestOutput
@@ -187,19 +187,19 @@ def test_an_infinite_rate_sends_everything_at_once():
     assert arrival_times(np.random.default_rng(0), 3, rate=float("inf"), burstiness=1.0) == [0.0, 0.0, 0.0]
 
 
-def answer(start: float, ttft: float, itls: list[float], prompt_len: int = 10) -> Answer:
-    return Answer(prompt_len, start, ttft, itls, ttft + sum(itls), 1 + len(itls))
+def answer(start: float, ttft: float, itls: list[float], prompt_len: int = 10) -> RequestResult:
+    return RequestResult(prompt_len, start, ttft, itls, ttft + sum(itls), 1 + len(itls))
 
 
 def test_figures_of_known_times():
-    answers = [
+    results = [
         answer(100.0, 0.1, [0.02, 0.04]),
         answer(100.5, 0.3, [0.03, 0.03]),
         answer(102.0, 0.2, []),
-        Answer(10, 101.0, error="HTTP 503"),
+        RequestResult(10, 101.0, error="HTTP 503"),
     ]
     result = summarize(
-        answers,
+        results,
         4.0,
         limits={"ttft": 250.0, "tpot": 40.0},
         names=["ttft", "tpot", "itl", "e2el"],
@@ -221,7 +221,7 @@ def test_figures_of_known_times():
 
 
 def test_without_limits_there_is_no_goodput_and_without_answers_no_crash():
-    result = summarize([Answer(1, error="x")], 1.0, limits={}, names=["ttft"], percentiles=[99])
+    result = summarize([RequestResult(1, error="x")], 1.0, limits={}, names=["ttft"], percentiles=[99])
     assert result["request_goodput"] is None
     assert (result["completed"], result["max_concurrent_requests"]) == (0, 0)
 
@@ -304,13 +304,13 @@ END = {"choices": [{"text": "", "finish_reason": "length"}]}
 USAGE = {"choices": [], "usage": {"completion_tokens": 4}}
 
 
-async def ask(reply: Reply, count: int = 1, **kwargs: Any) -> tuple[list[Answer], SimpleNamespace]:
+async def ask(reply: Reply, count: int = 1, **kwargs: Any) -> tuple[list[RequestResult], SimpleNamespace]:
     async with serving(reply) as seen:
         client = HttpClient(seen.url, {"authorization": "Bearer k"})
         requests = [LoadRequest(b"{}", 5)] * count
-        answers = await run_load(client, "/v1/completions", requests, [0.0] * count, **kwargs)
+        results = await run_load(client, "/v1/completions", requests, [0.0] * count, **kwargs)
         await client.close()
-    return answers, seen
+    return results, seen
 
 
 @pytest.mark.parametrize(("chunked", "close"), [(True, False), (False, False), (False, True), (True, True)])
@@ -338,8 +338,8 @@ def test_without_usage_pieces_are_counted_and_chat_pieces_are_understood():
 
 def test_connections_are_reused_and_concurrency_is_bounded():
     body = sse(*TOKENS)
-    answers, seen = asyncio.run(ask(lambda *_: response(body), 12, max_concurrency=3))
-    assert all(item.success for item in answers)
+    results, seen = asyncio.run(ask(lambda *_: response(body), 12, max_concurrency=3))
+    assert all(item.success for item in results)
     assert len(seen.requests) == 12
     assert seen.connections <= 3
     assert seen.most_at_once <= 3
@@ -433,9 +433,9 @@ def test_a_whole_run_saves_the_keys_of_vllm(monkeypatch, tmp_path: Path, capsys)
                     "result_dir": str(tmp_path / "results"),
                 }
             )
-            result, answers = await bench_serve.measure(plan)
-            bench_serve.show(plan, result)
-            bench_serve.save(plan, result, answers)
+            summary, results = await bench_serve.measure(plan)
+            bench_serve.show(plan, summary)
+            bench_serve.save(plan, summary, results)
             assert len(seen.requests) == 1 + 1 + 5
             assert [len(json.loads(body)["prompt"]) for _, _, body in seen.requests[1:]] == [3] * 6
 

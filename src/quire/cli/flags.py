@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.errors import ConfigError, QuireError, echo
-from quire.options import Option, OptionField, check_option, nearest, option_fields, unknown_option
+from quire.options import Option, OptionField, base_type, check_option, nearest, option_fields, unknown_option
 
 MAX_SHOWN = 200
 
@@ -63,17 +61,6 @@ class Flag:
         names = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
         choices = self.details.choices
         return self.details.metavar or ("{" + ",".join(choices) + "}" if choices else names[self.kind])
-
-
-def base_type(annotation: Any) -> tuple[type, bool]:
-    """Reduce a field's annotation to (element type, repeated): `list[str] | None` is (str, True)."""
-    if isinstance(annotation, types.UnionType):
-        parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
-        lists = [part for part in parts if typing.get_origin(part) is list]
-        return base_type((lists or parts)[0])
-    if typing.get_origin(annotation) is list:
-        return typing.get_args(annotation)[0], True
-    return typing.get_origin(annotation) or annotation, False
 
 
 def flags_of(groups: tuple[type, ...]) -> list[Flag]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.cli.flags import Flag, base_type
+from quire.cli.flags import Flag
 from quire.config import CONFIG_GROUPS, EngineConfig
-from quire.options import Option, option, option_fields
+from quire.options import Option, base_type, option, option_fields
 from quire.sampling_params import OPTIONS, SamplingParams
 from quire.server_config import ServerConfig
 

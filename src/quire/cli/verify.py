@@ -31,33 +31,14 @@ class VerifyOptions:
     json: bool = option(False, "Print JSON.")
 
 
-# Of an engine's options, those that a model by itself knows; others would be accepted and change nothing.
+# The engine options that a model without a scheduler depends on; the others would have no effect.
 USED = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "skip_tokenizer_init",
-        "revision",
-        "download_dir",
-        "model_impl",
-        "runner",
-        "convert",
-        "load_format",
-        "dtype",
-        "quantization",
-        "safetensors_load_strategy",
-        "hf_overrides",
-        "allow_nonfinite",
-        "seed",
-        "block_size",
-        "kv_cache_dtype",
-        "latent_cache",
-        "device",
-        "num_threads",
-        "simd_level",
-        "batch_invariant",
-        "log_level",
-    ]
+    (
+        *("model", "tokenizer", "skip_tokenizer_init", "revision", "download_dir", "model_impl", "runner", "convert"),
+        *("load_format", "safetensors_load_strategy", "dtype", "quantization", "hf_overrides", "allow_nonfinite"),
+        *("seed", "block_size", "kv_cache_dtype", "latent_cache", "device", "num_threads", "simd_level"),
+        *("batch_invariant", "log_level"),
+    )
 )
 FLAGS = [*(flag for flag in flags_of(OFFLINE_GROUPS) if flag.name in USED), *flags_of((VerifyOptions,))]
 DIFFERS = 1
@@ -118,9 +99,7 @@ def _verdict(report: Report) -> list[str]:
     verdict = "they agree" if report.agrees else "they differ"
     lines += ["", f"{verdict} (tolerance {report.tolerance:g})"]
     if not report.agrees:
-        lines.append(
-            f"first difference: {report.first or 'after the last attention: feed-forward layer, norm, or head'}"
-        )
+        lines.append(f"first difference: {report.first or AFTER_ALL}")
     return lines
 
 

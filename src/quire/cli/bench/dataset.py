@@ -26,14 +26,14 @@ class Sample:
     output_len: int
 
 
-def fitting_input_len(asked: int | None, context: int | None, *others: int) -> int:
-    """Return the prompt length to use: what was asked for, else 1024, or what a shorter context leaves.
+def fitting_input_len(given: int | None, context: int | None, *others: int) -> int:
+    """Return the prompt length to use: the given one, else 1024, or less in a shorter context.
 
     Args:
         context: longest prompt plus output, None if not known. others: what else must fit into it. [tokens]
     """
-    if asked is not None or context is None:
-        return DEFAULT_INPUT_LEN if asked is None else asked
+    if given is not None or context is None:
+        return DEFAULT_INPUT_LEN if given is None else given
     return max(1, min(DEFAULT_INPUT_LEN, context - sum(others)))
 
 
@@ -58,8 +58,8 @@ def random_samples(
     inputs = _lengths(rng, count, input_len, range_ratio)
     outputs = _lengths(rng, count, output_len, range_ratio)
     return [
-        Sample(prefix + rng.integers(0, vocab_size, length).tolist(), wanted)
-        for length, wanted in zip(inputs, outputs, strict=True)
+        Sample(prefix + rng.integers(0, vocab_size, input_length).tolist(), output_length)
+        for input_length, output_length in zip(inputs, outputs, strict=True)
     ]
 
 
@@ -70,7 +70,7 @@ def _lengths(rng: np.random.Generator, count: int, length: int, range_ratio: flo
 
 
 def file_samples(path: str, count: int, *, tokenizer: Tokenizer, output_len: int) -> list[Sample]:
-    """Read samples from JSON lines with "prompt" and, if wanted, "output_tokens"; they repeat if there are too few.
+    """Read samples from JSON lines with "prompt" and optionally "output_tokens"; they repeat if there are too few.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no such object.
@@ -84,10 +84,10 @@ def file_samples(path: str, count: int, *, tokenizer: Tokenizer, output_len: int
         item = _parsed(line)
         if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
             raise ConfigError(f'{path}: line {number}: must be a JSON object with "prompt"', param="dataset_path")
-        wanted = item.get("output_tokens", output_len)
-        if not isinstance(wanted, int) or wanted < 1:
+        length = item.get("output_tokens", output_len)
+        if not isinstance(length, int) or length < 1:
             raise ConfigError(f"{path}: line {number}: output_tokens must be an integer >= 1", param="dataset_path")
-        samples.append(Sample(tokenizer.encode(item["prompt"]), wanted))
+        samples.append(Sample(tokenizer.encode(item["prompt"]), length))
     if not samples:
         raise ConfigError(f"dataset_path: {path!r} holds no prompt", param="dataset_path")
     return [samples[index % len(samples)] for index in range(count)]

@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client on asyncio streams, for load tests: keeps connections open, yields lines as they arrive.
 
 It speaks what OpenAI-compatible servers speak (RFC 9112: content-length, chunked, until close) and nothing more: no
-redirects, no compression, no proxies. Times are the caller's business.
+redirects, no compression, no proxies. The load generator shares the machine with the server, and httpx takes three to
+five times the CPU for each event of a stream. Times are measured by the caller.
 """
 
 from __future__ import annotations

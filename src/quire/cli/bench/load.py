@@ -1,4 +1,4 @@
-"""Sends requests to a server at set times and records when each piece of the answers arrived."""
+"""Sends requests to a server at given times and records when each piece of the responses arrived."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.cli.bench.http1 import HttpClient, HttpError
 
 
 @dataclass(slots=True)
-class Answer:
-    """What became of one request. Times in seconds.
+class RequestResult:
+    """The response to one request. Times in seconds.
 
     Attributes:
         start: when it was sent, `time.perf_counter()`. ttft: from then to the first token. latency: to the last one.
@@ -73,47 +73,47 @@ async def run_load(
     times: Sequence[float],
     max_concurrency: int | None = None,
     on_done: Callable[[], None] = lambda: None,
-) -> list[Answer]:
-    """Send request i at times[i], whether or not earlier ones are answered (an open loop); return all answers.
+) -> list[RequestResult]:
+    """Send request i at times[i], whether or not earlier ones have completed (an open loop); return all results.
 
-    `max_concurrency` bounds how many are under way; a request's clock starts when it is really sent.
+    `max_concurrency` limits how many run at once; the clock of a request starts when it is sent.
     """
     room = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
     begin = time.perf_counter()
 
-    async def at_its_time(request: LoadRequest, when: float) -> Answer:
+    async def at_its_time(request: LoadRequest, when: float) -> RequestResult:
         await asyncio.sleep(begin + when - time.perf_counter())
         async with room:
-            answer = await send(client, endpoint, request)
+            result = await send(client, endpoint, request)
         on_done()
-        return answer
+        return result
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(at_its_time(request, when)) for request, when in zip(requests, times, strict=True)]
     return [task.result() for task in tasks]
 
 
-async def send(client: HttpClient, endpoint: str, request: LoadRequest) -> Answer:
-    """Send one streaming request and time its answer; failures are recorded, not raised."""
-    answer = Answer(request.prompt_len, start=time.perf_counter())
+async def send(client: HttpClient, endpoint: str, request: LoadRequest) -> RequestResult:
+    """Send one streaming request and time its response; failures are recorded, not raised."""
+    result = RequestResult(request.prompt_len, start=time.perf_counter())
     try:
         async with contextlib.aclosing(client.lines("POST", endpoint, request.body)) as lines:
             done = False
             async for line in lines:
                 if line.startswith(b"data:"):
-                    done = _take(answer, line.removeprefix(b"data:").strip(), time.perf_counter()) or done
+                    done = _record_event(result, line.removeprefix(b"data:").strip(), time.perf_counter()) or done
     except HttpError as error:
-        answer.error = error.message
-        return answer
+        result.error = error.message
+        return result
     if not done:
-        answer.error = "the stream ended without [DONE]"
-    elif not answer.ttft:
-        answer.error = "the answer held no token"
-    return answer
+        result.error = "the stream ended without [DONE]"
+    elif not result.ttft:
+        result.error = "the answer held no token"
+    return result
 
 
-def _take(answer: Answer, data: bytes, now: float) -> bool:
-    """Take note of one event; return whether it was the last."""
+def _record_event(result: RequestResult, data: bytes, now: float) -> bool:
+    """Record one event; return whether it was the last."""
     if data == b"[DONE]":
         return True
     try:
@@ -124,24 +124,24 @@ def _take(answer: Answer, data: bytes, now: float) -> bool:
         raise HttpError(f"the stream holds {data[:200]!r}")
     for choice in event.get("choices") or []:
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        # A piece without text is a token all the same (part of a character), unless it only opens or ends the answer.
+        # A piece without text is a token all the same (part of a character), unless it only opens or ends the result.
         if text or ("text" in choice and choice.get("finish_reason") is None):
-            _take_piece(answer, text, now)
+            _record_piece(result, text, now)
     usage = event.get("usage")
     if usage:
-        answer.output_len = int(usage["completion_tokens"])
+        result.output_len = int(usage["completion_tokens"])
     return False
 
 
-def _take_piece(answer: Answer, text: str, now: float) -> None:
-    elapsed = now - answer.start
-    if answer.ttft:
-        answer.itls.append(elapsed - answer.latency)
+def _record_piece(result: RequestResult, text: str, now: float) -> None:
+    elapsed = now - result.start
+    if result.ttft:
+        result.itls.append(elapsed - result.latency)
     else:
-        answer.ttft = elapsed
-    answer.latency = elapsed
-    answer.text += text
-    answer.output_len += 1
+        result.ttft = elapsed
+    result.latency = elapsed
+    result.text += text
+    result.output_len += 1
 
 
 def request_body(backend: str, model: str, prompt: Any, output_len: int, extra: dict[str, Any]) -> bytes:

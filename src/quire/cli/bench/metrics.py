@@ -1,4 +1,4 @@
-"""From the answers of a load test to the figures that are reported, under the names that `vllm bench serve` uses."""
+"""From the results of a load test to the metrics that are reported, under the names that `vllm bench serve` uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cli.bench.load import Answer
+from quire.cli.bench.load import RequestResult
 from quire.errors import ConfigError
 
 NAMES = {
@@ -66,19 +66,19 @@ def parse_percentiles(text: str) -> list[float]:
     return values
 
 
-def times_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return the samples of each metric, in seconds, over the answers that succeeded."""
-    good = [answer for answer in answers if answer.success]
+def times_of(results: Sequence[RequestResult]) -> dict[str, list[float]]:
+    """Return the samples of each metric, in seconds, over the results that succeeded."""
+    good = [item for item in results if item.success]
     return {
-        "ttft": [answer.ttft for answer in good],
-        "tpot": [answer.tpot for answer in good if answer.output_len > 1],
-        "itl": [gap for answer in good for gap in answer.itls],
-        "e2el": [answer.latency for answer in good],
+        "ttft": [item.ttft for item in good],
+        "tpot": [item.tpot for item in good if item.output_len > 1],
+        "itl": [gap for item in good for gap in item.itls],
+        "e2el": [item.latency for item in good],
     }
 
 
 def summarize(
-    answers: Sequence[Answer],
+    results: Sequence[RequestResult],
     duration: float,
     *,
     limits: Mapping[str, float],
@@ -88,19 +88,19 @@ def summarize(
     """Return the figures of one run.
 
     Args:
-        duration: from the first request sent to the last answer, in seconds.
+        duration: from the first request sent to the last item, in seconds.
         limits: what a request must keep to count for goodput, in milliseconds (DistServe, Zhong et al. 2024, sec. 1).
         names, percentiles: which metrics get statistics, and which percentiles of them.
     """
-    good = [answer for answer in answers if answer.success]
-    total_input = sum(answer.prompt_len for answer in good)
-    total_output = sum(answer.output_len for answer in good)
-    kept = sum(_keeps(answer, limits) for answer in good)
+    good = [item for item in results if item.success]
+    total_input = sum(item.prompt_len for item in good)
+    total_output = sum(item.output_len for item in good)
+    kept = sum(_keeps(item, limits) for item in good)
     peak_tokens, peak_requests = _peaks(good)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(good),
-        "failed": len(answers) - len(good),
+        "failed": len(results) - len(good),
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
         "request_throughput": len(good) / duration,
@@ -110,14 +110,14 @@ def summarize(
         "max_output_tokens_per_s": peak_tokens,
         "max_concurrent_requests": peak_requests,
     }
-    samples = times_of(answers)
+    samples = times_of(results)
     for name in names:
         result |= _statistics(name, [value * 1e3 for value in samples[name]], percentiles)
     return result
 
 
-def _keeps(answer: Answer, limits: Mapping[str, float]) -> bool:
-    measured = {"ttft": answer.ttft, "tpot": answer.tpot, "e2el": answer.latency}
+def _keeps(item: RequestResult, limits: Mapping[str, float]) -> bool:
+    measured = {"ttft": item.ttft, "tpot": item.tpot, "e2el": item.latency}
     return all(measured[name] * 1e3 <= limit for name, limit in limits.items())
 
 
@@ -133,19 +133,17 @@ def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]
     return result
 
 
-def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
+def _peaks(results: Sequence[RequestResult]) -> tuple[float, int]:
     """Return the most tokens that arrived within one second of the run, and the most requests under way at once."""
-    if not answers:
+    if not results:
         return 0.0, 0
-    begin = min(answer.start for answer in answers)
+    begin = min(item.start for item in results)
     arrivals = []
-    for answer in answers:
-        arrivals.append(answer.start + answer.ttft)
-        arrivals.extend(answer.start + answer.ttft + np.cumsum(answer.itls))
+    for item in results:
+        arrivals.append(item.start + item.ttft)
+        arrivals.extend(item.start + item.ttft + np.cumsum(item.itls))
     tokens = np.bincount([int(when - begin) for when in arrivals])
     # Ends sort before starts at the same instant: a request that follows another does not overlap it.
-    changes = sorted(
-        [(answer.start, 1) for answer in answers] + [(answer.start + answer.latency, -1) for answer in answers]
-    )
+    changes = sorted([(item.start, 1) for item in results] + [(item.start + item.latency, -1) for item in results])
     under_way = np.cumsum([change for _, change in changes])
     return float(tokens.max()), int(under_way.max())

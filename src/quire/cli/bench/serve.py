@@ -24,7 +24,7 @@ from quire.options import option
 if TYPE_CHECKING:
     from quire.cli.bench.dataset import Sample
     from quire.cli.bench.http1 import HttpClient
-    from quire.cli.bench.load import Answer, LoadRequest
+    from quire.cli.bench.load import LoadRequest, RequestResult
     from quire.tokenizer.tokenizer import Tokenizer
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
@@ -43,7 +43,7 @@ class TargetOptions:
     api_key: str | None = option(None, "Key of the server.", secret=True)
     model: str | None = option(None, "Model to ask for; default: the first that the server offers.")
     tokenizer: str | None = option(None, "Folder or id of the tokenizer that makes prompts; default: the model's.")
-    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to answer; 0 does not wait.", low=0)
+    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to item; 0 does not wait.", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +115,13 @@ def run(values: dict[str, Any]) -> int:
     """Run the benchmark; return 0 if any request succeeded."""
     logs.setup(options_from(LogOptions, values).log_level)
     plan = make_plan(values)
-    result, answers = asyncio.run(measure(plan))
-    show(plan, result)
-    for text in sorted({answer.error for answer in answers if answer.error})[:5]:
+    summary, results = asyncio.run(measure(plan))
+    show(plan, summary)
+    for text in sorted({item.error for item in results if item.error})[:5]:
         print(f"error: {text}", file=sys.stderr)
     if plan.result.save_result:
-        save(plan, result, answers)
-    return 0 if result["completed"] else 1
+        save(plan, summary, results)
+    return 0 if summary["completed"] else 1
 
 
 def make_plan(values: dict[str, Any]) -> Plan:
@@ -142,8 +142,8 @@ def make_plan(values: dict[str, Any]) -> Plan:
     )
 
 
-async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
-    """Put the load on the server; return the result and the answers it was made from."""
+async def measure(plan: Plan) -> tuple[dict[str, Any], list[RequestResult]]:
+    """Run the load; return its summary and the results of all requests."""
     import numpy as np
 
     from quire.cli.bench.http1 import HttpClient
@@ -163,12 +163,12 @@ async def measure(plan: Plan) -> tuple[dict[str, Any], list[Answer]]:
             await run_load(client, plan.endpoint, requests[:1], [0.0])
         with progress_bar("requests", len(requests), disabled=plan.result.disable_tqdm) as on_done:
             started = time.perf_counter()
-            answers = await run_load(client, plan.endpoint, requests, times, plan.load.max_concurrency, on_done)
+            results = await run_load(client, plan.endpoint, requests, times, plan.load.max_concurrency, on_done)
             duration = time.perf_counter() - started
     finally:
         await client.close()
-    figures = summarize(answers, duration, limits=plan.limits, names=plan.names, percentiles=plan.percentiles)
-    return describe(plan, model) | figures, answers
+    figures = summarize(results, duration, limits=plan.limits, names=plan.names, percentiles=plan.percentiles)
+    return describe(plan, model) | figures, results
 
 
 async def wait_until_ready(client: HttpClient, seconds: float) -> tuple[str, int | None]:
@@ -251,47 +251,47 @@ def describe(plan: Plan, model: str) -> dict[str, Any]:
     }
 
 
-def show(plan: Plan, result: dict[str, Any]) -> None:
+def show(plan: Plan, summary: dict[str, Any]) -> None:
     """Print the figures."""
     from quire.cli.bench.metrics import NAMES
 
     rows = {
-        "requests answered": result["completed"],
-        "requests failed": result["failed"],
-        "duration (s)": result["duration"],
-        "prompt tokens": result["total_input_tokens"],
-        "output tokens": result["total_output_tokens"],
-        "requests per second": result["request_throughput"],
-        "output tokens per second": result["output_throughput"],
-        "output tokens in the best second": result["max_output_tokens_per_s"],
-        "tokens per second, prompt and output": result["total_token_throughput"],
-        "most requests under way": result["max_concurrent_requests"],
+        "requests answered": summary["completed"],
+        "requests failed": summary["failed"],
+        "duration (s)": summary["duration"],
+        "prompt tokens": summary["total_input_tokens"],
+        "output tokens": summary["total_output_tokens"],
+        "requests per second": summary["request_throughput"],
+        "output tokens per second": summary["output_throughput"],
+        "output tokens in the best second": summary["max_output_tokens_per_s"],
+        "tokens per second, prompt and output": summary["total_token_throughput"],
+        "most requests under way": summary["max_concurrent_requests"],
     }
     if plan.limits:
-        rows["requests per second within limits"] = result["request_goodput"]
+        rows["requests per second within limits"] = summary["request_goodput"]
     print_table(f"Load on {plan.base_url}{plan.endpoint}", rows)
     for name in plan.names:
         suffix = f"_{name}_ms"
-        rows = {key.removesuffix(suffix): value for key, value in result.items() if key.endswith(suffix)}
+        rows = {key.removesuffix(suffix): value for key, value in summary.items() if key.endswith(suffix)}
         print_table(f"{NAMES[name].capitalize()} (ms)", rows)
 
 
-def save(plan: Plan, result: dict[str, Any], answers: list[Answer]) -> None:
+def save(plan: Plan, summary: dict[str, Any], results: list[RequestResult]) -> None:
     """Write the result file, with one list entry per request if asked for."""
-    stored = dict(result)
+    stored = dict(summary)
     if plan.result.save_detailed:
         stored |= {
-            "input_lens": [answer.prompt_len for answer in answers],
-            "output_lens": [answer.output_len for answer in answers],
-            "ttfts": [answer.ttft for answer in answers],
-            "itls": [answer.itls for answer in answers],
-            "start_times": [answer.start for answer in answers],
-            "generated_texts": [answer.text for answer in answers],
-            "errors": [answer.error for answer in answers],
+            "input_lens": [item.prompt_len for item in results],
+            "output_lens": [item.output_len for item in results],
+            "ttfts": [item.ttft for item in results],
+            "itls": [item.itls for item in results],
+            "start_times": [item.start for item in results],
+            "generated_texts": [item.text for item in results],
+            "errors": [item.error for item in results],
         }
     label = plan.result.label or plan.target.backend
-    model = Path(result["model_id"]).name
-    name = plan.result.result_filename or f"{label}-{result['request_rate']}qps-{model}-{result['date']}.json"
+    model = Path(summary["model_id"]).name
+    name = plan.result.result_filename or f"{label}-{summary['request_rate']}qps-{model}-{summary['date']}.json"
     write_json(Path(plan.result.result_dir) / name, stored, "result_dir")
 
 
