@@ -21,11 +21,11 @@ from quire.config import CONFIG_GROUPS, SERVER_GROUPS, EngineConfig
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
+from quire.server.model_entry import ModelEntry, accepted_names
 from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.engine.process import ProcessClient
-    from quire.server.model_entry import ModelEntry
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -189,8 +189,6 @@ def read_entries(path: Path, defaults: Mapping[str, Any]) -> list[ModelEntry]:
 
 
 def _entry(where: str, found: Any, defaults: Mapping[str, Any], flags: Sequence[Flag]) -> ModelEntry:
-    from quire.server.model_entry import ModelEntry  # heavy: only with --models
-
     if not isinstance(found, dict):
         raise ConfigError(f"{where} must be a mapping of option names to values", param="models")
     named = found.get("served_model_name", found.get("served-model-name", found.get("model")))
@@ -211,8 +209,6 @@ def _entry(where: str, found: Any, defaults: Mapping[str, Any], flags: Sequence[
 
 
 def _check_names(path: Path, entries: Sequence[ModelEntry]) -> None:
-    from quire.server.model_entry import accepted_names  # heavy: only with --models
-
     numbers: dict[str, int] = {}
     for number, entry in enumerate(entries, 1):
         if len(set(entry.names)) < len(entry.names):
