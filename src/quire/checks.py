@@ -108,16 +108,6 @@ def unknown_field(name: str, known: Sequence[str], where: str = "") -> RequestEr
     return RequestError(f"unknown parameter {shown}{hint}", param=shown, code="unknown_parameter")
 
 
-def check_object(value: Any, where: str, known: Sequence[str], ignore_unknown: bool = False) -> Mapping[str, Any]:
-    """Return `value` if it is an object of no other fields than `known`; raise `RequestError` naming the place else."""
-    if not isinstance(value, Mapping):
-        raise wrong_type(where, "an object", value)
-    for name in value:
-        if name not in known and not ignore_unknown:
-            raise unknown_field(name, known, f"{where}.")
-    return value
-
-
 def check_refused(name: str, value: Any, accepted: Sequence[Any]) -> None:
     """Raise `UnsupportedError` unless a value is one of those that ask for nothing: no field is silently ignored."""
     if any(type(value) is type(item) and value == item for item in accepted):

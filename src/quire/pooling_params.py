@@ -5,14 +5,13 @@ Names are vLLM's. What the model can do is checked in `frontend.pooling`; nothin
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from quire.checks import INT64_MAX, check_bool, check_int, wrong_value
 from quire.errors import RequestError
 
-PoolingTask = Literal["embed", "token_embed", "classify", "score"]
 TASKS = ("embed", "token_embed", "classify", "score")
 
 

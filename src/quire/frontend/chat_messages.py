@@ -134,7 +134,10 @@ def prepare_message(message: Any, index: int, traits: TemplateTraits, mark: Mark
     elif isinstance(content, str) and traits.content_format == "openai":
         shown["content"] = [{"type": "text", "text": content}]
     if shown.get("tool_calls"):
-        shown["tool_calls"] = _shown_calls(shown["tool_calls"], traits, f"{where}.tool_calls")
+        calls, place = shown["tool_calls"], f"{where}.tool_calls"
+        if not isinstance(calls, list | tuple):
+            raise wrong_type(place, "a list of objects", calls)
+        shown["tool_calls"] = [_shown_call(call, traits, f"{place}[{index}]") for index, call in enumerate(calls)]
         if "content" not in shown and traits.needs_content:
             shown["content"] = [] if traits.content_format == "openai" else ""
     if "tool_call_id" in shown:
@@ -162,14 +165,8 @@ def _texts_of(parts: Sequence[Any], where: str) -> list[str]:
     return texts
 
 
-def _shown_calls(calls: Any, traits: TemplateTraits, where: str) -> Any:
-    """Return tool calls with their arguments as objects, or as texts for templates that cannot read objects."""
-    if not isinstance(calls, list | tuple):
-        raise wrong_type(where, "a list of objects", calls)
-    return [_shown_call(call, traits, f"{where}[{index}]") for index, call in enumerate(calls)]
-
-
 def _shown_call(call: Any, traits: TemplateTraits, where: str) -> Any:
+    """Return a tool call with its arguments as an object, or as a text for templates that cannot read objects."""
     if not isinstance(call, Mapping):
         raise wrong_type(where, "an object", call)
     function = call.get("function")

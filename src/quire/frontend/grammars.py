@@ -128,7 +128,12 @@ class GrammarCompiler:
         if not first:
             return future.result().unwrap()
         try:
-            result = self._run_in_slot(data)
+            if not self._slots.acquire(timeout=self._queue_timeout):
+                raise OverloadedError("too many grammars wait to be compiled; try again later")
+            try:
+                result = self._run(data)
+            finally:
+                self._slots.release()
         except BaseException as error:
             with self._lock:
                 del self._results[key]
@@ -150,14 +155,6 @@ class GrammarCompiler:
             idle, self._idle = self._idle, []
         for process in idle:
             process.kill()
-
-    def _run_in_slot(self, data: bytes) -> CompileResult:
-        if not self._slots.acquire(timeout=self._queue_timeout):
-            raise OverloadedError("too many grammars wait to be compiled; try again later")
-        try:
-            return self._run(data)
-        finally:
-            self._slots.release()
 
     def _run(self, data: bytes) -> CompileResult:
         with self._lock:

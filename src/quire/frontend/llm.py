@@ -177,7 +177,8 @@ class LLM:
         requested = requested_tools(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
         if not fmt.handles_tools and tool_choice not in (None, "none"):
             raise UnsupportedError("tool_choice: how this model calls tools is not known", param="tool_choice")
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
         prompts = [
             template.encode(
                 conversation,  # type: ignore[arg-type]
@@ -485,10 +486,6 @@ class LLM:
 def _outputs(states: Sequence[RequestState]) -> list[RequestOutput]:
     outputs = [state.take() for state in states]
     return [output for output in outputs if output is not None]
-
-
-def _is_conversation(messages: Any) -> bool:
-    return not messages or not isinstance(messages, list | tuple) or isinstance(messages[0], Mapping)
 
 
 @contextlib.contextmanager

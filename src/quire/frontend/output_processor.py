@@ -64,7 +64,9 @@ class _Completion:
         self.token_ids = self.progress.token_ids
         self.text_parts: list[str] = []
         scored = params.returns_logprobs
-        self.logprobs: Positions | None = _no_positions(params) if scored else None
+        self.logprobs: Positions | None = None
+        if scored:
+            self.logprobs = FlatLogprobs() if params.flat_logprobs else []
         summed = scored or params.num_sequences > params.n
         self.cumulative_logprob: float | None = 0.0 if summed else None
         self.error: QuireError | None = None
@@ -619,10 +621,6 @@ class OutputProcessor:
         self.journal.clear()
         for state in states:
             state.fail(error)
-
-
-def _no_positions(params: SamplingParams) -> Positions:
-    return FlatLogprobs() if params.flat_logprobs else []
 
 
 def _unscored(params: SamplingParams) -> list[TokenLogprobs | None] | FlatLogprobs:

@@ -82,11 +82,6 @@ def with_prompt(front: FrontModel, prompt: Prompt, name: str | None) -> Prompt:
     return prompt if name is None else spec.prompts[name] + prompt
 
 
-def _prompt_named(spec: PoolingSpec, names: Sequence[str]) -> str | None:
-    """Return the first of these names that the model has a prompt for."""
-    return next((name for name in names if name in spec.prompts), None)
-
-
 def pair_input(
     front: FrontModel,
     processor: InputProcessor,
@@ -242,12 +237,11 @@ class PairScoring:
         if instruction is not None:
             raise RequestError("instruction is for models that are asked for yes or no", param="instruction")
         params = params.clone(task="embed")
-        sides = ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1]))
-        self.inputs = [
-            RequestInput(with_prompt(front, text, _prompt_named(spec, prompts)), params, name)
-            for texts, prompts, labels in sides
-            for text, name in zip(texts, labels, strict=True)
-        ]
+        self.inputs = []
+        for texts, prompts, labels in ((queries, QUERY_PROMPTS, names[0]), (documents, DOCUMENT_PROMPTS, names[1])):
+            prompt = next((name for name in prompts if name in spec.prompts), None)
+            sides = zip(texts, labels, strict=True)
+            self.inputs += [RequestInput(with_prompt(front, text, prompt), params, label) for text, label in sides]
 
     def scores(self, outputs: Sequence[Pooled]) -> list[ScoringRequestOutput]:
         """Return the score of each pair; `outputs` are those of `inputs`."""

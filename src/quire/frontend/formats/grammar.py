@@ -172,7 +172,9 @@ class MessageGrammar:
         if form is not None:
             begins = [literal(calls.trigger)] if calls.trigger else []
             begins = begins or [self._opening(calls, tool.name) for tool in self._tools]
-            run = self._json_calls(calls) if self._is_json(calls) else self._run(calls)
+            # Calls and content may both be JSON from the first character.
+            both_json = not calls.trigger and isinstance(calls.notation, JsonObject)
+            run = self._json_calls(calls) if both_json else self._run(calls)
             return f"{self._form(form, [*starts, *begins])} | {self._writer.blank()} {run}{marked}"
         if not calls.trigger:
             openings = {tool.name: self._opening(calls, tool.name) for tool in self._tools}
@@ -190,10 +192,6 @@ class MessageGrammar:
         if not isinstance(first, Maybe) or not isinstance(mark, Text) or mark.text not in self._builder.special_tokens:
             return ""
         return f" | {self._builder.marker(mark.text)} {self._writer.blank()} {self._run(calls)}"
-
-    def _is_json(self, calls: CallFormat) -> bool:
-        """Whether calls may be JSON from the first character, and so may the content."""
-        return not calls.trigger and isinstance(calls.notation, JsonObject)
 
     def _json_calls(self, calls: CallFormat) -> str:
         """Return a rule for one call that is JSON altogether, written by the same rules as content that is JSON.

@@ -76,12 +76,6 @@ def _allows(schema: Any, root: Mapping[str, Any], known: dict[int, tuple[bool, b
     return texts, others
 
 
-def properties_of(tool: Tool) -> dict[str, Any]:
-    """Return the schemas of the parameters of a tool, by name."""
-    properties = tool.parameters.get("properties")
-    return dict(properties) if isinstance(properties, Mapping) else {}
-
-
 def read_arguments(
     source: Source, sink: Sink, notation: Notation, tool: Tool, ends: frozenset[str], stop: str
 ) -> Reading[bool]:
@@ -124,7 +118,8 @@ class _TaggedReader:
         self._tags = tags
         self._stop = stop
         self._ends = ends
-        self._properties = properties_of(tool)
+        properties = tool.parameters.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
         self._root = tool.parameters
         self._value_end = markers_of(frozenset((tags.value_close, *ends)))
         self._key_end = markers_of(frozenset((tags.key_close, *ends)))

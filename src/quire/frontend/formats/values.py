@@ -7,6 +7,7 @@ passed on stays, and the call is broken.
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
@@ -20,6 +21,8 @@ NUMERIC = frozenset("-0123456789")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "/": "/", "'": "'", '"': '\\"', "\\": "\\\\"}
 ESCAPES |= {"a": "\\u0007", "v": "\\u000b", "0": "\\u0000", "\n": ""}
+STRUCTURE = re.compile(r'["\[\]{}]')
+STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 HEX = {"x": 2, "u": 4, "U": 8}
 
 
@@ -54,44 +57,29 @@ class JsonScan:
                 if at < 0:
                     return -1
             else:
-                char = text[at]
-                at += 1
-                if char == '"':
+                found = STRUCTURE.search(text, at)
+                if found is None:
+                    return -1
+                at = found.end()
+                if found[0] == '"':
                     self._in_string = True
                     continue
-                if char in "{[":
-                    self._depth += 1
-                    if self._depth > MAX_DEPTH:
-                        self.stopped = at
-                        return -2
-                elif char in "}]":
-                    self._depth -= 1
-                elif self._depth:
-                    continue
-            if self._depth <= 0 and not self._in_string:
+                self._depth += 1 if found[0] in "{[" else -1
+                if self._depth > MAX_DEPTH:
+                    self.stopped = at
+                    return -2
+            if self._depth <= 0:
                 return at
         return -1
 
     def _string(self, text: str, at: int) -> int:
         """Return where the string ends, -1 if it goes on."""
-        if self._escaped:
-            self._escaped = False
-            at += 1
-        quote = -1
-        while True:
-            if quote < at:
-                quote = text.find('"', at)
-                quote = len(text) if quote < 0 else quote
-            slash = text.find("\\", at, quote)
-            if slash < 0:
-                if quote == len(text):
-                    return -1
-                self._in_string = False
-                return quote + 1
-            at = slash + 2
-            if at > len(text):
-                self._escaped = True
-                return -1
+        found = STRING_REST.match(text, at + 1 if self._escaped else at)
+        assert found is not None, "it may be empty"
+        end = found.end()
+        self._in_string = text[end : end + 1] != '"'
+        self._escaped = self._in_string and end < len(text)  # the text ends in a backslash
+        return -1 if self._in_string else end + 1
 
 
 def read_json(source: Source, sink: Sink) -> Reading[bool]:
