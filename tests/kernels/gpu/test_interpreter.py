@@ -1,6 +1,4 @@
-"""Triton's interpreter, mended for tests: it still notices what overflows, leaves the language as it
-was, and computes with floats that NumPy does not have.
-"""
+"""Triton's interpreter, mended for tests: it notices what overflows, and computes with floats that NumPy lacks."""
 
 from __future__ import annotations
 
@@ -53,21 +51,6 @@ def test_what_does_not_fit_is_noticed_and_the_next_launch_is_well(kind: str, x: 
     with pytest.raises(Exception, match=f"int32 overflow detected for operation {kind}"):
         combined(kind, [1, x], [1, y])
     assert combined(kind, [3, 3], [2, 2]) == {"add": 10, "sub": 2, "mul": 12}[kind]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_language_is_afterwards_as_it_was(fails: bool) -> None:
-    combined("add", [1], [1])
-    before = {(place, name): value for place in (tl, tl.core, tl.tensor) for name, value in vars(place).items()}
-    if fails:
-        with pytest.raises(Exception, match="overflow"):
-            combined("add", [LARGE], [LARGE])
-    else:
-        combined("add", [1], [1])
-    after = {(place, name): value for place in (tl, tl.core, tl.tensor) for name, value in vars(place).items()}
-    assert after == before
-    with pytest.raises(Exception, match="_semantic"):
-        tl.load(0)  # a builtin, which only means something within a kernel
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 A scalar of a kernel is an array of one element there, and a loop's bounds are made integers of it, which NumPy 2.4
 refuses. Floats of 16 and 8 bits that NumPy has no type for are kept as integers: Triton 3.6 multiplies, adds and
 compares bfloat16 as those integers, makes integers no floats of these types, and cuts digits off where a GPU rounds to
-the nearest. Half of its time went into looking
-through the whole language at every call of a function, and into sums of 32 bits done again in 64 to see whether they
-overflow; both are done otherwise, with the same results. Nothing here is used where kernels are compiled.
+the nearest. Most of its time went into patching the language in every launch and call, making types again for every
+value, and sums of 32 bits done again in 64 to see whether they overflow; all of it is done otherwise, with the same
+results. Nothing here is used where kernels are compiled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def repair_interpreter() -> None:
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = create_dot
     _compute_with_narrow_floats(interpreter, floats)
-    _patch_once_a_launch(interpreter)
     _check_overflow_at_once(interpreter)
     _make_types_once(interpreter)
+    _patch_once(interpreter)
 
 
 def _compute_with_narrow_floats(interpreter: Any, floats: dict[Any, torch.dtype]) -> None:
@@ -86,27 +86,12 @@ def _compute_with_narrow_floats(interpreter: Any, floats: dict[Any, torch.dtype]
     builder.cast_impl, builder.binary_op = cast_impl, binary_op
 
 
-def _patch_once_a_launch(interpreter: Any) -> None:
-    """Put the interpreter's functions into the language when a launch begins, not at each call within it as well."""
+def _patch_once(interpreter: Any) -> None:
+    """Put the interpreter's functions into the language once and for all, not anew in each launch and call."""
     import triton.language as tl
 
-    patch, launches = interpreter._patch_lang, [0]
-    whole = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # what any function may have in sight
-
-    class Launch(interpreter._LangPatchScope):  # type: ignore[misc]
-        def restore(self) -> None:
-            super().restore()
-            launches[0] -= 1
-
-    def begin(fn: Any) -> Any:
-        if launches[0]:
-            return interpreter._LangPatchScope()
-        launches[0] += 1
-        scope = Launch()
-        scope._changes = patch(whole)._changes
-        return scope
-
-    interpreter._patch_lang = begin
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # what any kernel may refer to
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
 def _check_overflow_at_once(interpreter: Any) -> None:

@@ -1,6 +1,9 @@
 """What kernels take together travels as one NamedTuple; Triton flattens it when a kernel is compiled and launched.
 
-A field that is None is left out of the compiled kernel, which asks for it (`if w.bias is not None`) at no cost.
+A field that is None is left out of the compiled kernel, which tests it (`if w.bias is not None`) at no cost. What a
+kernel is compiled for is another NamedTuple, its `FORM`. No field may be called `type`, `value` or `values`, which are
+attributes of Triton's own tuples. Within a kernel a field of FORM is a plain number, which Triton takes almost
+everywhere; shapes and `static_range` want it assigned to a name annotated as `tl.constexpr` first.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def join_sums(logits, stride, chosen, keys, k, found, pieces, out, PIECES: tl.co
     for start in range(0, k, BLOCK):
         place = start + tl.arange(0, BLOCK)
         key = tl.load(keys + row * k + place, mask=place < k, other=0)
-        token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-        logprob = tl.load(values + token, mask=place < k, other=0.0) - log
-        tl.store(ids + first + 1 + place, token, mask=place < k)
+        best = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+        logprob = tl.load(values + best, mask=place < k, other=0.0) - log
+        tl.store(ids + first + 1 + place, best, mask=place < k)
         tl.store(logprobs + first + 1 + place, logprob, mask=place < k)
 
 

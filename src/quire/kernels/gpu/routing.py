@@ -45,12 +45,12 @@ def _all_sum(x):
 
 
 @triton.jit
-def _group_standing(compared, valid, members, RULE: tl.constexpr, SIZE: tl.constexpr):
+def _group_standing(compared, valid, members, FORM: tl.constexpr, SIZE: tl.constexpr):
     """Return what groups are compared by, float32 [G]; NaN for one with a NaN, as sums and maxima of them would be."""
     known = tl.where(valid & (compared == compared), compared, float("-inf"))
     odd = tl.max(tl.where(valid & (compared != compared), 1, 0), axis=1)
     first = tl.max(known, axis=1)
-    if RULE == "top2" and SIZE > 1:
+    if FORM.rule == "top2" and SIZE > 1:
         place = tl.min(tl.where(known == first[:, None], members, LAST), axis=1)
         first += tl.max(tl.where(members == place[:, None], float("-inf"), known), axis=1)
     return tl.where(odd > 0, float("nan"), first)
@@ -106,7 +106,7 @@ def _route_row(logits, bias, ids, weights, scale, FORM: tl.constexpr):
         compared = scores + tl.load(bias + number, valid, other=0.0)
     keys = sort_key(compared, number)
     if FORM.groups > 1:
-        standing = _group_standing(compared, valid, members, FORM.rule, size)
+        standing = _group_standing(compared, valid, members, FORM, size)
         lowest = sort_key(tl.zeros_like(own) - float("inf"), number)
         keys = _keep_groups(keys, standing, groups, lowest, FORM.groups, FORM.top_groups)
     keys = tl.where(valid, keys, TAKEN)

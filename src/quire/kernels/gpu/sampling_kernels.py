@@ -371,9 +371,9 @@ class Logits(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Shares of lists of tokens, made piece by piece: values and ids [R, pieces, LIST], lengths int32 [R, pieces]."""
+    """Shares of lists of tokens, made piece by piece: logits and ids [R, pieces, LIST], lengths int32 [R, pieces]."""
 
-    values: Any
+    logits: Any
     ids: Any
     lengths: Any
 
@@ -417,7 +417,7 @@ def search_pieces_kernel(logits, rows, last_states, last_parts, states, parts, s
                 list_low, list_high = list_ends(state, largest, options, FORM.list)
                 share = row * pieces + piece
                 at = share.to(tl.int64) * FORM.list
-                found = gather(values, items, list_low, list_high, shares.values + at, shares.ids + at, FORM.read)
+                found = gather(values, items, list_low, list_high, shares.logits + at, shares.ids + at, FORM.read)
                 tl.store(shares.lengths + share, found)
                 listed += 1
             else:
@@ -461,7 +461,7 @@ def join_shares(shares, row, pieces, part, list_values, list_ids, FORM: tl.const
         here = column[None, :] < length[:, None]
         source = first_share + which[:, None] * FORM.list + column[None, :]
         target = first[:, None] + column[None, :]
-        tl.store(list_values + target, tl.load(shares.values + source, mask=here, other=0.0), mask=here)
+        tl.store(list_values + target, tl.load(shares.logits + source, mask=here, other=0.0), mask=here)
         ids = tl.load(shares.ids + source, mask=here, other=0) + which[:, None] * part
         tl.store(list_ids + target, ids, mask=here)
     tl.debug_barrier()  # threads read what others have written
