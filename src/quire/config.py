@@ -326,6 +326,12 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
+    @property
+    def max_model_len(self) -> int:
+        """The context length of a config that is resolved (`engine/resolve.py`) [tokens]."""
+        assert self.model.max_model_len is not None, "resolved"
+        return self.model.max_model_len
+
     @classmethod
     def from_kwargs(cls, *, groups: tuple[type, ...] = CONFIG_GROUPS, **values: Any) -> EngineConfig:
         """Build a checked config from flat option names.

@@ -154,10 +154,9 @@ class EngineCore:
     def _create_scheduler(self, *, stored: bool) -> Scheduler:
         """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""
         fitted = self._fitted
-        assert self.config.model.max_model_len is not None, "resolved"
         return create_scheduler(
             self.config,
-            self.executor.kv_cache_spec().groups(self.config.model.max_model_len),
+            self.executor.kv_cache_spec().groups(self.config.max_model_len),
             num_blocks=fitted.num_blocks,
             max_model_len=fitted.max_model_len,
             clock=self.clock,
@@ -405,8 +404,7 @@ class EngineCore:
             started = self.clock()
             picture = describe_map(self.scheduler, cells=show.cells, limit=show.limit)
             return {**picture, "seconds": self.clock() - started}
-        max_model_len = self.config.model.max_model_len
-        assert max_model_len is not None, "resolved"
+        max_model_len = self.config.max_model_len
         spec = self.executor.kv_cache_spec()
         picture = {
             "block_bytes": spec.block_bytes(self.config.cache.block_size, max_model_len),

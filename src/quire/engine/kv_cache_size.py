@@ -68,18 +68,20 @@ def device_bytes(config: EngineConfig, spec: KVCacheSpec, size: KVCacheSize) -> 
     split = layer_split(config, spec)
     if split is not None:
         return split.device_bytes(size.num_blocks, size.num_layerwise_blocks)
-    assert config.model.max_model_len is not None
     shared = config.device.device in HOST_DEVICES
     num_blocks = size.num_blocks + (size.num_host_blocks if shared else 0)
-    return num_blocks * spec.block_bytes(config.cache.block_size, config.model.max_model_len)
+    return num_blocks * spec.block_bytes(config.cache.block_size, config.max_model_len)
 
 
 class DoesNotFitError(ConfigError):
-    """Something does not fit; `text` says what. `changes` are options that would help, as far as one look can tell."""
+    """Something does not fit. `text` says what, beginning with the option that asks for it.
 
-    def __init__(self, option: str, text: str, **changes: Any) -> None:
+    `changes` are options that would help, as far as one look can tell.
+    """
+
+    def __init__(self, text: str, **changes: Any) -> None:
         advice = f"only a smaller model works: {command_line(EngineConfig(), {})}"
-        super().__init__(f"{text}; {advice}", param=option)
+        super().__init__(f"{text}; {advice}", param=text.partition(":")[0])
         self.text, self.changes = text, changes
 
 
@@ -114,11 +116,11 @@ def fit_kv_cache(
             raise
         message = f"{error.text}; this works: {command_line(requested, changes)}"
         raise ConfigError(message, param=error.param) from None
-    if found.max_model_len != config.model.max_model_len and not quiet:
+    if found.max_model_len != config.max_model_len and not quiet:
         logger.warning(
             "context limited to %d of %d tokens: the KV cache has %d blocks of %d",
             found.max_model_len,
-            config.model.max_model_len,
+            config.max_model_len,
             found.num_blocks,
             config.cache.block_size,
         )
@@ -166,8 +168,7 @@ class _Sizing:
     def __init__(
         self, requested: EngineConfig, config: EngineConfig, spec: KVCacheSpec, available: int, reserved: int
     ) -> None:
-        assert config.model.max_model_len is not None, "resolved before"
-        self.requested_len, self.max_model_len = requested.model.max_model_len, config.model.max_model_len
+        self.requested_len, self.max_model_len = requested.model.max_model_len, config.max_model_len
         self.config, self.cache, self.limits, self.spec = config, config.cache, config.scheduler, spec
         self.available, self.reserved = available, reserved
         self.room, self.budget = max(0, available - reserved), block_budget(config, available, reserved)
@@ -216,7 +217,6 @@ class _Sizing:
         if host and host + self.block_bytes > self.budget and cache.swap_space:
             fits = self.budget // HOST_PART // MIB * MIB
             raise DoesNotFitError(
-                "swap_space",
                 f"swap_space: {size_text(host)} for the host's pool and at least {size_text(self.block_bytes)} for a "
                 f"block are needed, {size_text(self.budget)} are available; {size_text(fits)} would leave enough",
                 swap_space=fits,
@@ -233,12 +233,13 @@ class _Sizing:
                 else f"while weights, a step, and others on the GPU need {size_text(self.reserved)}; {share} may be "
                 "used in all"
             )
-            raise DoesNotFitError(
-                "gpu_memory_utilization",
+            error = DoesNotFitError(
                 f"no room for the KV cache: a block of {cache.block_size} tokens needs {size_text(self.block_bytes)} "
                 f"{taken}, so that 0 blocks would fit",
                 **self._smaller_steps(),
             )
+            error.param = "gpu_memory_utilization"
+            raise error
         return num_blocks
 
     def _count_in_bytes(self, given: int) -> int:
@@ -252,7 +253,6 @@ class _Sizing:
         if given < self.block_bytes:
             enough = min(self.longest, fits)
             raise DoesNotFitError(
-                option,
                 f"{option}: one block of {self.cache.block_size} tokens needs {size_text(self.block_bytes)}, "
                 f"{size_text(given)} are given; {size_text(enough * self.block_bytes)} would hold a context of "
                 f"{longest_context(self.config, self.spec, enough)} tokens",
@@ -267,7 +267,6 @@ class _Sizing:
         max_layerwise = (SWAP_SPACE if cache.swap_space is None else cache.swap_space) // split.host_bytes
         if not max_layerwise:
             raise DoesNotFitError(
-                "swap_space",
                 f"swap_space: the layers of a block that are not on the GPU need {size_text(split.host_bytes)}, "
                 f"{size_text(cache.swap_space or 0)} are given",
                 swap_space=-(-self.longest * split.host_bytes // MIB) * MIB,
@@ -290,7 +289,6 @@ class _Sizing:
         if self.shared and size > left:
             fits = max(0, left) // 2 // MIB * MIB
             raise DoesNotFitError(
-                "swap_space",
                 f"swap_space: the host's pool would take {size_text(size)}, {size_text(max(0, left))} are free beside "
                 f"weights and KV cache; {size_text(fits)} would leave enough",
                 swap_space=fits,
@@ -307,7 +305,6 @@ class _Sizing:
             return fits
         if fits:
             raise DoesNotFitError(
-                "max_model_len",
                 f"max_model_len: {self.max_model_len} tokens do not fit the KV cache: they need {self.longest} "
                 f"blocks of {self.cache.block_size} tokens, {size_text(self.longest * self.block_bytes)}; there are "
                 f"{num_blocks}, {size_text(taken)}, which hold {fits} tokens",
@@ -317,7 +314,6 @@ class _Sizing:
         by_number = self.cache.num_gpu_blocks_override is not None
         option = "num_gpu_blocks_override" if by_number else "kv_cache_memory_bytes"
         raise DoesNotFitError(
-            option,
             f"{option}: one token needs {least} blocks, one for each group of layers; there are {num_blocks}, and "
             f"{self.longest} would hold {self.max_model_len} tokens",
             **{option: self.longest if by_number else self.longest * self.block_bytes},
@@ -325,7 +321,6 @@ class _Sizing:
 
     def _too_large(self, option: str, needed: int, fits: int, **changes: Any) -> DoesNotFitError:
         return DoesNotFitError(
-            option,
             f"{option}: the KV cache would take {size_text(needed)}, {size_text(self.room)} are free beside weights "
             f"and steps, enough for {fits * self.cache.block_size} tokens",
             **changes,
@@ -371,14 +366,10 @@ def step_failed(requested: EngineConfig, config: EngineConfig, available: int) -
 
 def blocks_needed(config: EngineConfig, spec: KVCacheSpec, length: int) -> int:
     """Return the most blocks that a sequence of `length` tokens holds at a time, in all groups of layers."""
-    assert config.model.max_model_len is not None
-    windows = [group.sliding_window for group in spec.groups(config.model.max_model_len)]
+    windows = [group.sliding_window for group in spec.groups(config.max_model_len)]
     return max_blocks(length, windows, config.cache.block_size, config.scheduler.max_num_batched_tokens)
 
 
 def longest_context(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) -> int:
     """Return the length of the longest sequence that `num_blocks` hold, at most max_model_len [tokens]."""
-    assert config.model.max_model_len is not None
-    return max_fitting_length(
-        config.model.max_model_len, lambda length: blocks_needed(config, spec, length) <= num_blocks
-    )
+    return max_fitting_length(config.max_model_len, lambda length: blocks_needed(config, spec, length) <= num_blocks)

@@ -81,8 +81,7 @@ def layer_split(config: EngineConfig, spec: KVCacheSpec) -> LayerSplit | None:
     resident = config.cache.kv_resident_layers
     if not resident:
         return None
-    assert config.model.max_model_len is not None, "resolved"
-    groups = spec.groups(config.model.max_model_len)
+    groups = spec.groups(config.max_model_len)
     if spec.states or spec.one_step:
         raise _refused(resident, "this model keeps more than the keys and values of tokens, or nothing between steps")
     shapes = {(layer.num_kv_heads, layer.head_size, layer.dtype, layer.latent) for layer in spec.layers}

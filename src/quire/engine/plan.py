@@ -160,7 +160,6 @@ def make_plan(
     """
     candidate = Candidate(requested, info, memory=None if available is None else DeviceMemory(available))
     config, footprint, memory = candidate.config, candidate.footprint, candidate.memory
-    assert config.model.max_model_len is not None
     fitted, problem = None, None
     try:
         fitted = candidate.check()
@@ -171,6 +170,8 @@ def make_plan(
     step = footprint.step(final)
     stored = "gguf" if is_gguf(info.path) else None if info.stored_format is None else info.stored_format.name
     spec, size = footprint.spec, config.cache.block_size
+    token_bytes = [layer.block_bytes(1) for layer in spec.layers]
+    split = layer_split(config, spec) if fitted is not None and fitted.num_layerwise_blocks else None
     return Plan(
         model=config.model.model,
         architecture=info.architecture,
@@ -181,19 +182,22 @@ def make_plan(
         has_weights=has_weights(info, config.model.load_format),
         on_disk=None if footprint.on_disk is None else dict(footprint.on_disk),
         in_memory=dict(footprint.in_memory),
-        tables=footprint.tables(config.model.max_model_len),
+        tables=footprint.tables(config.max_model_len),
         runtime=candidate.runtime,
         loading=footprint.loading,
         block_size=size,
         block_bytes=candidate.block_bytes,
-        token_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
+        token_bytes=sum(token_bytes),
         state_bytes=spec.state_bytes,
-        groups=_groups(spec, config.model.max_model_len),
+        groups=[
+            GroupPlan(len(group.layers), group.sliding_window, sum(token_bytes[index] for index in group.layers))
+            for group in spec.groups(config.max_model_len)
+        ],
         step=step,
         available=memory.free,
         budget=block_budget(config, room, reserved(config)),
         fit=fitted,
-        wanted_len=config.model.max_model_len,
+        wanted_len=config.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         concurrency=[] if fitted is None else _concurrency(config, spec, fitted, lengths),
@@ -201,7 +205,9 @@ def make_plan(
         problem=problem,
         settings=_settings(final, fitted),
         graphs=0 if candidate.on_host else graph_bytes(final, step.total, memory.total),
-        **({} if fitted is None else _caches(config, spec, fitted)),
+        layerwise_device_bytes=0 if split is None else split.layerwise_bytes,
+        layerwise_host_bytes=0 if split is None else split.host_bytes,
+        cache=0 if fitted is None else device_bytes(config, spec, fitted),
     )
 
 
@@ -245,14 +251,12 @@ class Candidate:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of the KV cache."""
-        assert self.config.model.max_model_len is not None
-        return self.footprint.spec.block_bytes(self.config.cache.block_size, self.config.model.max_model_len)
+        return self.footprint.spec.block_bytes(self.config.cache.block_size, self.config.max_model_len)
 
     @property
     def loaded(self) -> int:
         """Bytes of the engine once the model is loaded, before there is a KV cache or any step."""
-        assert self.config.model.max_model_len is not None
-        return self.runtime + self.footprint.weights + self.footprint.tables(self.config.model.max_model_len)
+        return self.runtime + self.footprint.weights + self.footprint.tables(self.config.max_model_len)
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the bytes that steps of a config take, CUDA graphs included."""
@@ -322,25 +326,6 @@ class Candidate:
         return None, smallest
 
 
-def _groups(spec: KVCacheSpec, max_model_len: int) -> list[GroupPlan]:
-    return [
-        GroupPlan(
-            len(group.layers), group.sliding_window, sum(spec.layers[index].block_bytes(1) for index in group.layers)
-        )
-        for group in spec.groups(max_model_len)
-    ]
-
-
-def _caches(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> dict[str, int]:
-    """Return what the blocks of `fitted` take, by the names of `Plan`."""
-    split = layer_split(config, spec) if fitted.num_layerwise_blocks else None
-    return {
-        "layerwise_device_bytes": 0 if split is None else split.layerwise_bytes,
-        "layerwise_host_bytes": 0 if split is None else split.host_bytes,
-        "cache": device_bytes(config, spec, fitted),
-    }
-
-
 def _concurrency(
     config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize, lengths: tuple[int, ...]
 ) -> list[Concurrency]:
@@ -356,7 +341,6 @@ def _concurrency(
 def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> str:
     """Return what keeps more from fitting."""
     cache = config.cache
-    assert config.model.max_model_len is not None
     if cache.num_gpu_blocks_override is not None:
         return "num_gpu_blocks_override"
     if cache.kv_cache_memory_bytes is not None:
@@ -364,7 +348,7 @@ def _limit(config: EngineConfig, spec: KVCacheSpec, fitted: KVCacheSize) -> str:
     limits = config.scheduler
     if spec.one_step and fitted.num_blocks >= limits.max_num_batched_tokens // cache.block_size + limits.max_num_seqs:
         return "max_num_batched_tokens"
-    most = limits.max_num_seqs * blocks_needed(config, spec, config.model.max_model_len)
+    most = limits.max_num_seqs * blocks_needed(config, spec, config.max_model_len)
     return "max_num_seqs x max_model_len" if fitted.num_blocks >= most else "memory"
 
 

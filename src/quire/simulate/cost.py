@@ -252,7 +252,6 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
         head = info.vocab_size * info.hidden_size
         token, sample = Work(weights, 2.0 * max(params - head, 0)), Work(0, 2.0 * head)
         work = StepWork(token, sample, work.pair_flops)
-    assert config.model.max_model_len is not None, "resolved"
     num_layers = max(1, len(spec.layers))
     cost = RooflineCost(
         bandwidth=rates.bandwidth * 1e9,
@@ -263,7 +262,7 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
         disk=rates.disk * 1e9,
         work=work,
         token_kv_bytes=sum(layer.block_bytes(1) for layer in spec.layers),
-        block_bytes=spec.block_bytes(config.cache.block_size, config.model.max_model_len),
+        block_bytes=spec.block_bytes(config.cache.block_size, config.max_model_len),
         state_bytes=spec.state_bytes,
         num_layers=num_layers,
         num_resident=config.cache.kv_resident_layers or num_layers,

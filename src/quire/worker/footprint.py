@@ -127,8 +127,7 @@ class Footprint:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        assert config.model.max_model_len is not None, "resolved"
-        self._info, self._resolved_len = info, config.model.max_model_len
+        self._info, self._resolved_len = info, config.max_model_len
         self._threads = config.device.num_threads or _num_cores()
         self._gpu = config.device.device == "cuda"
         checkpoint = None
@@ -168,8 +167,7 @@ class Footprint:
         What only some requests need is not in it: penalties (some bytes for each different token of a text) and
         logprobs of prompts; nor are CUDA graphs (`graph_bytes`).
         """
-        limits, length = config.scheduler, config.model.max_model_len
-        assert length is not None, "resolved"
+        limits, length = config.scheduler, config.max_model_len
         backend, block_size = self._backend, config.cache.block_size
         backend.reset()
         tokens, rows = limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -263,12 +261,10 @@ class Footprint:
         return [LayerCache(MetaCache(block_size), group_of[layer]) for layer in range(len(self.spec.layers))]
 
     def _batch_bytes(self, config: EngineConfig, groups: int) -> int:
-        length = config.model.max_model_len
-        assert length is not None
         # Its arrays are zeros: the system has not yet given memory for them.
         return InputBatch(
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=length,
+            max_model_len=config.max_model_len,
             block_size=config.cache.block_size,
             vocab_size=self._model.vocab_size,
             num_groups=groups,

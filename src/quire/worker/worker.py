@@ -69,8 +69,7 @@ class Worker:
         info: ModelInfo,
         new_backend: Callable[[EngineConfig], Backend] = new_backend,
     ) -> None:
-        assert config.model.max_model_len is not None, "resolved by the engine"
-        self.config, self._model_len = config, config.model.max_model_len
+        self.config, self._model_len = config, config.max_model_len
         self._new_backend = new_backend
         self._processors = load_processors(config.model.logits_processors)
         self.backend = new_backend(config)
