@@ -13,7 +13,7 @@ first difference are confirmed: 1 to d + 1 tokens become final. The scheduler ro
 
 A step may be planned before the results of earlier ones are known; it then assumes that each of these makes as many
 tokens final as it can. If one does not, what later steps compute of that sequence is void: they return nothing for it.
-An executor that cannot do that says so by `Pending.overlaps`.
+An executor that cannot do that says so by `PendingOutput.overlaps`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class ModelOutput(msgspec.Struct):
     host_gap: float = 0.0
 
 
-class Pending(Protocol):
+class PendingOutput(Protocol):
     """A step in flight.
 
     Attributes:
@@ -264,7 +264,7 @@ class Pending(Protocol):
         """Wait for the step; raises what goes wrong in it. May be called again."""
 
 
-class Done:
+class CompletedOutput:
     """A step that has been computed."""
 
     overlaps = False

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.sampling.sampler import NO_TOKEN_LEFT
-from quire.step import ModelOutput, Pending, SchedulerOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver, alone, mingle, names_of
 
@@ -60,13 +60,13 @@ class Counting:
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.num_ahead = self.num_postponed = 0
-        self._last: Pending | None = None
+        self._last: PendingOutput | None = None
         self._taken = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Begin a step."""
         self.num_ahead += not self._taken
         pending, counting = self.inner.submit(step), self

@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import KVCacheSpec, LayerStateSpec, Pending, SchedulerOutput, Tier, TransferOp
+from quire.step import KVCacheSpec, LayerStateSpec, PendingOutput, SchedulerOutput, Tier, TransferOp
 from tests.helpers.loop_clients import ScriptedClients
 
 
@@ -176,7 +176,7 @@ def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: 
         def num_disk_blocks(self) -> int:
             return 64
 
-        def submit(self, step: SchedulerOutput) -> Pending:
+        def submit(self, step: SchedulerOutput) -> PendingOutput:
             if fails and step.num_scheduled_tokens:
                 raise RuntimeError("lost")
             self.stored += step.num_transfers(TransferOp.STORE, Tier.DISK)

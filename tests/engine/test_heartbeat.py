@@ -27,7 +27,7 @@ from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import Pending, SchedulerOutput
+from quire.step import PendingOutput, SchedulerOutput
 from tests.helpers.loop_clients import ScriptedClients
 
 
@@ -297,7 +297,7 @@ class DyingExecutor(NullExecutor):
         self.fatal: set[str] = set()
         self.seen: list[list[str]] = []
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         self.seen.append(self.memory.request_ids())
         if any(new.sequence_id in self.fatal for new in step.new_sequences):
             raise Death

@@ -18,7 +18,7 @@ from quire.engine.messages import AbortRequests, EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, Pending, SchedulerOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput
 from tests.helpers.loop_clients import ScriptedClients
 
 PATIENCE = 30.0  # seconds, after which a test fails that would wait for ever
@@ -51,7 +51,7 @@ class LateExecutor(NullExecutor):
         self._broken = broken
         self._pool = ThreadPoolExecutor(1)
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Begin a step, and let the one before end."""
         self.gate.set()
         if not step.num_scheduled_tokens:

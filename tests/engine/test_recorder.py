@@ -17,7 +17,7 @@ from quire.engine_request import EngineRequest
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import Pending, SchedulerOutput, SchedulerStats
+from quire.step import PendingOutput, SchedulerOutput, SchedulerStats
 
 
 class Clock:
@@ -39,7 +39,7 @@ class SlowExecutor(NullExecutor):
         self.per_token = 0.0
         self.broken = False
 
-    def submit(self, plan: SchedulerOutput) -> Pending:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         self.clock.now += 0.01 + self.per_token * plan.total_num_scheduled_tokens
         if self.broken:
             raise RuntimeError("no memory")

@@ -14,7 +14,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.executor.ranks import InlineExecutor, RankedExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, Pending, SchedulerOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput
 from quire.worker.worker import Worker, new_backend
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import write_checkpoint
@@ -74,7 +74,7 @@ class ThreadExecutor(RankedExecutor):
             ]
         )
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Have every worker compute the step."""
         workers = zip(self._threads, self.workers, strict=True)
         return PendingRanks(self, [thread.submit(compute, worker, step) for thread, worker in workers])
@@ -131,7 +131,7 @@ def test_the_rank_that_failed_is_named(driver: EngineDriver) -> None:
     executor = driver.core.executor
     assert isinstance(executor, ThreadExecutor)
 
-    def broken(step: SchedulerOutput) -> Pending:
+    def broken(step: SchedulerOutput) -> PendingOutput:
         raise ArithmeticError("as asked")
 
     executor.workers[1].submit = broken  # type: ignore[method-assign]

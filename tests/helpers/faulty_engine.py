@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine import process
 from quire.engine.core import EngineCore
 from quire.executor.null import NullExecutor
-from quire.step import Pending, SchedulerOutput
+from quire.step import PendingOutput, SchedulerOutput
 
 MODULE = "tests.helpers.faulty_engine"
 SEGFAULT, KILL, RAISE, HANG, SLOW, PACED = 990, 991, 992, 993, 994, 995
@@ -28,7 +28,7 @@ class FaultyExecutor(NullExecutor):
 
     pause = 0.0
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Run a step, unless a prompt in it is a bad one."""
         for new in step.new_sequences:
             match new.token_ids[0]:

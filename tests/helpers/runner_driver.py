@@ -24,7 +24,7 @@ from quire.step import (
     LayerKVSpec,
     ModelOutput,
     NewSequenceData,
-    Pending,
+    PendingOutput,
     SchedulerOutput,
     Tier,
     TransferOp,
@@ -173,7 +173,7 @@ class RunnerDriver:
             self.sequences[name].computed += len(tokens) - 1
         return output
 
-    def submit(self, counts: dict[str, int]) -> Pending:
+    def submit(self, counts: dict[str, int]) -> PendingOutput:
         """Begin a step, whose tokens are not taken down here."""
         pending = self.runner.submit(self._plan(counts, [], {}))
         self._planned(counts)

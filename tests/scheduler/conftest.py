@@ -160,6 +160,7 @@ class FakeWorker:
         self.load_delay = 0
         self.num_copies = 0
         self.has_drafts = False
+        self.overlaps = False  # whether another step may be planned before the result of the last one is known
 
     def content(self, row: Row, group: int, position: int) -> Content:
         block = row.block_ids[group][position // self.block_size]
@@ -194,6 +195,9 @@ class FakeWorker:
                 self._answer(output, name, row, start, end)
             elif end == len(row.token_ids) + len(row.drafts):
                 row.token_ids.append(0)  # of no meaning, but a step may have been planned that goes on from it
+        decides_more = plan.forks or output.candidates or any(output.prompt_logprobs.values())
+        jumps = any(self.rows[name].jumps for name in output.sampled_token_ids)
+        self.overlaps = bool(plan.num_scheduled_tokens) and not (decides_more or jumps)
         return output
 
     def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
@@ -350,14 +354,14 @@ class FakeWorker:
 
 def expected_output(prompt: list[int], request: Request, length_limit: int, index: int = 0) -> tuple[list[int], str]:
     """What sequence `index` of `request` yields on its own, by definition: output token ids and finish reason."""
-    prefix = prefixes(prompt, request.spec.cache_salt)[-1]
+    prefix = prefixes(prompt, request.engine_request.cache_salt)[-1]
     output: list[int] = []
     while True:
-        token_id = sample(prefix, request.spec.seeds[index])
+        token_id = sample(prefix, request.engine_request.seeds[index])
         output.append(token_id)
-        if token_id in request.stop_ids and len(output) >= request.spec.sampling_params.min_tokens:
+        if token_id in request.stop_ids and len(output) >= request.engine_request.sampling_params.min_tokens:
             return output, "stop"
-        if len(output) >= request.spec.max_tokens or len(prompt) + len(output) >= length_limit:
+        if len(output) >= request.engine_request.max_tokens or len(prompt) + len(output) >= length_limit:
             return output, "length"
         prefix = next_prefix(prefix, token_id)
 
@@ -385,7 +389,7 @@ def make_request(
     if isinstance(prompt, int):
         prompt = [(zlib.crc32(request_id.encode()) + position) % VOCAB for position in range(prompt)]
         prompt[0] = 1000 + zlib.crc32(request_id.encode()) % 100_000
-    spec = EngineRequest(
+    engine_request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=max_tokens, **params),
@@ -400,7 +404,7 @@ def make_request(
         beam=beam,
         grammar=grammar,
     )
-    return Request(spec)
+    return Request(engine_request)
 
 
 KV_OPTIONS = {
@@ -472,16 +476,16 @@ class Run:
         for request in requests:
             self.requests[request.request_id] = request
             self.prompts[request.request_id] = list(request.sequences[0].token_ids)
-            for name in request.spec.sequence_ids:
-                self.worker.salts[name] = request.spec.cache_salt
+            for name in request.engine_request.sequence_ids:
+                self.worker.salts[name] = request.engine_request.cache_salt
                 self.tokens[name] = []
                 self.prompt_logprobs[name] = []
             self.scheduler.add_request(request)
 
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
-        """Plan a step, if one may be planned, and process results; return the plan, or that of the result."""
+        """PlanBuilder a step, if one may be planned, and process results; return the plan, or that of the result."""
         was_busy = bool(self.in_flight)
-        if was_busy and not (self.can_plan and self.scheduler.has_room_ahead()):
+        if was_busy and not (self.can_plan and self.scheduler.admission.has_room_ahead()):
             return self.process_oldest()
         plan = self.scheduler.schedule()
         self.plans.append(plan)
@@ -498,7 +502,7 @@ class Run:
             self.num_preempted_ahead += len(plan.preempted_sequence_ids)
             if len(self.in_flight) == self.depth:
                 self.process_oldest()
-        self.can_plan = self.depth > 1 and self.scheduler.can_schedule_ahead()
+        self.can_plan = self.depth > 1 and self.worker.overlaps
         if not self.can_plan and not was_busy:
             self.process_oldest()
         return plan

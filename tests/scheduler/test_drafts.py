@@ -16,11 +16,11 @@ PLANNERS = [UnifiedPlanner, PrefillFirstPlanner]
 def continuation(run, sequence, count):
     """The next `count` tokens after all that a sequence has, tentative ones included, by definition."""
     request = sequence.request
-    prefix = prefixes(sequence.token_ids, request.spec.cache_salt)[-1]
-    index = request.spec.sequence_ids.index(sequence.sequence_id)
+    prefix = prefixes(sequence.token_ids, request.engine_request.cache_salt)[-1]
+    index = request.engine_request.sequence_ids.index(sequence.sequence_id)
     following = []
     for _ in range(sequence.num_tentative_tokens + count):
-        following.append(sample(prefix, request.spec.seeds[index]))
+        following.append(sample(prefix, request.engine_request.seeds[index]))
         prefix = next_prefix(prefix, following[-1])
     return following[sequence.num_tentative_tokens :]
 
@@ -150,5 +150,5 @@ def test_drafts_are_taken_of_plain_decoding_sequences_only(run, request_of, opti
     assert accepted == (0 if "grammar" in options else 7)  # one token was sampled, one follows the drafts
     assert request.status is RequestStatus.RUNNING
     one.finish()
-    for index, name in enumerate(request.spec.sequence_ids):
+    for index, name in enumerate(request.engine_request.sequence_ids):
         assert one.tokens[name] == one.expected("a", index)[0]

@@ -60,8 +60,8 @@ def check():
         rows = play(r, arrivals)
         assert rows == rows_of(table), "\n" + "\n".join(" | ".join(row) for row in rows)
         for name, request in r.requests.items():
-            for index, sequence_id in enumerate(request.spec.sequence_ids):
-                if request.spec.beam is None and r.reason(sequence_id) != "error":
+            for index, sequence_id in enumerate(request.engine_request.sequence_ids):
+                if request.engine_request.beam is None and r.reason(sequence_id) != "error":
                     assert (r.tokens[sequence_id], r.reason(sequence_id)) == r.expected(name, index)
 
     return compare

@@ -140,37 +140,6 @@ def test_a_name_may_be_used_again_while_the_aborted_one_is_in_flight(run, reques
     assert one.scheduler.stats().num_discarded_tokens == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n": 2},
-        {"grammar": "any"},
-        {"prompt_logprobs": 1},
-    ],
-)
-def test_steps_that_decide_more_are_waited_for(run, request_of, options):
-    one = run(ahead=True)
-    one.add(request_of("a", 6, 9, **options))
-    plan = one.step()
-    name = "a-0" if "n" in options else "a"
-    assert plan.num_scheduled_tokens == {name: 6}
-    assert not one.in_flight and len(one.tokens[name]) >= 1
-    one.finish()
-
-
-@pytest.mark.parametrize(
-    ("options", "waited"),
-    [({"prompt_logprobs": 1}, 1), ({"repetition_detection": {"max_pattern_size": 2, "min_count": 30}}, 0)],
-)
-def test_steps_overlap_once_the_prompt_is_scored_and_while_repetitions_are_detected(run, request_of, options, waited):
-    one = run(ahead=True)
-    one.add(request_of("a", 6, 9, **options))
-    one.finish()
-    steps = [plan for plan in one.plans if plan.num_scheduled_tokens]
-    assert one.num_ahead == len(steps) - 1 - waited
-    assert one.tokens["a"] == one.expected("a")[0]
-
-
 def test_chunks_of_a_prompt_overlap_and_so_do_forked_sequences(run, request_of):
     one = run(ahead=True, max_num_batched_tokens=8)
     one.add(request_of("a", 20, 6, n=2))

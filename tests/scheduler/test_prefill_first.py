@@ -178,7 +178,7 @@ def test_a_preempted_request_returns_its_seats_and_its_tokens(classic, request_o
     while not r.step().preempted_sequence_ids:
         pass
     assert r.plans[-1].num_scheduled_tokens == {"a": 1}
-    assert r.scheduler.requests.num_running_sequences == 1
+    assert r.scheduler.requests.num_reserved_slots == 1
     r.scheduler.abort_requests(["b"])
     r.add(request_of("c", 2, 1), request_of("d", 2, 1))
     assert r.step().num_scheduled_tokens == {"c": 2, "d": 2}
@@ -197,7 +197,7 @@ def test_one_sequence_is_computed_again_and_a_group_is_swapped_unless_told_other
     stats = r.scheduler.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_swapped_out > 0) == bool(swapped)
-    for index, name in enumerate(r.requests["b"].spec.sequence_ids):
+    for index, name in enumerate(r.requests["b"].engine_request.sequence_ids):
         assert r.tokens[name] == r.expected("b", index)[0]
 
 

@@ -120,10 +120,10 @@ class RandomLoad:
         """Abort whole requests and single sequences."""
         names = self.rng.sample(sorted(self.run.requests), k=min(2, len(self.run.requests)))
         if self.rng.random() < 0.5:
-            names = [self.rng.choice(self.run.requests[name].spec.sequence_ids) for name in names]
+            names = [self.rng.choice(self.run.requests[name].engine_request.sequence_ids) for name in names]
         for name in names:
             request = self.run.requests.get(name)
-            for sequence_id in [name] if request is None else request.spec.sequence_ids:
+            for sequence_id in [name] if request is None else request.engine_request.sequence_ids:
                 if sequence_id not in self.run.last or self.run.reason(sequence_id) is None:
                     self.aborted.add(sequence_id)
         self.run.scheduler.abort_requests([*names, "unknown"])
@@ -133,8 +133,10 @@ class RandomLoad:
         scheduler, live_before = self.run.scheduler, list(self.run.scheduler.requests.running)
         oldest = live_before[0] if live_before else None
         # Of a request that is half computed again, what others of its sequences take may make one wait.
-        whole = [r for r in live_before if len(r.sequences) == 1 or all(s.num_left <= 1 for s in r.sequences)]
-        left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_left == 1] for r in whole}
+        whole = [
+            r for r in live_before if len(r.sequences) == 1 or all(s.num_uncomputed_tokens <= 1 for s in r.sequences)
+        ]
+        left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_uncomputed_tokens == 1] for r in whole}
         num_others = sum(len(r.sequences) for r in live_before if r not in whole)
         loading = scheduler.kv.num_loading
         plan = self.run.step(self.pick_broken if self.rng.random() < 0.03 else lambda plan: ())
@@ -170,11 +172,11 @@ class RandomLoad:
     def check_outputs(self, alone) -> None:
         for name, request in self.run.requests.items():
             refused = self.is_refused(request)
-            for index, sequence_id in enumerate(request.spec.sequence_ids):
+            for index, sequence_id in enumerate(request.engine_request.sequence_ids):
                 if refused:
                     assert self.run.tokens[sequence_id] == []
                     assert sequence_id in self.aborted or "tokens" in self.run.last[sequence_id].error
-                elif request.spec.beam is not None:
+                elif request.engine_request.beam is not None:
                     self.check_beams(request, alone)
                 else:
                     self.check_sequence(request, name, index, sequence_id)
@@ -186,7 +188,11 @@ class RandomLoad:
             return True
         if not isinstance(scheduler.planner, PrefillFirstPlanner):
             return False
-        num_sequences = request.spec.beam.beam_width if request.spec.beam else len(request.spec.sequence_ids)
+        num_sequences = (
+            request.engine_request.beam.beam_width
+            if request.engine_request.beam
+            else len(request.engine_request.sequence_ids)
+        )
         needed = kv.num_blocks_for(request.num_prompt_tokens) + (num_sequences - 1) * len(kv.windows)
         return (
             request.num_prompt_tokens > scheduler.admission.max_num_batched_tokens
@@ -209,9 +215,13 @@ class RandomLoad:
         name = request.request_id
         if name in self.aborted or self.run_failed(name):
             return
-        most = min(request.spec.max_tokens, self.run.scheduler.admission.length_limit - request.num_prompt_tokens)
-        params = msgspec.structs.replace(request.spec.beam, max_tokens=most)
-        assert self.run.beams[name] == alone(self.run.prompts[name], params, request.stop_ids, request.spec.cache_salt)
+        most = min(
+            request.engine_request.max_tokens, self.run.scheduler.admission.length_limit - request.num_prompt_tokens
+        )
+        params = msgspec.structs.replace(request.engine_request.beam, max_tokens=most)
+        assert self.run.beams[name] == alone(
+            self.run.prompts[name], params, request.stop_ids, request.engine_request.cache_salt
+        )
 
 
 class InFlightLoad(RandomLoad):

@@ -40,7 +40,7 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, create_scheduler
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import ModelOutput, Pending, SchedulerOutput, SchedulerStats, SequenceOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput, SchedulerStats, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,12 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class StepInFlight:
-    """A step that was begun, and whose result was not processed.
-
-    `overlaps`: another step may be begun before that.
-    """
+class SubmittedStep:
+    """A step that was begun, and whose result was not processed."""
 
     plan: SchedulerOutput
-    pending: Pending
+    pending: PendingOutput
     record: StepRecord
-    overlaps: bool = False
 
 
 class EngineCore:
@@ -112,7 +108,7 @@ class EngineCore:
         self.sleep_level = 0  # of 0 (awake), 1 and 2
         # Called before steps are executed, or waited for, with their plans, oldest first.
         self.on_plans: Callable[[list[SchedulerOutput]], None] | None = None
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[SubmittedStep] = deque()
         self._failed = False
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._processed: list[tuple[StepRecord, float]] = []  # steps processed since the last outputs; their host gaps
@@ -242,7 +238,7 @@ class EngineCore:
 
     def _advance(self) -> list[SequenceOutput]:
         in_flight = self._in_flight
-        if in_flight and not (in_flight[-1].overlaps and self.scheduler.has_room_ahead()):
+        if in_flight and not (self._overlaps(in_flight[-1]) and self.scheduler.admission.has_room_ahead()):
             self._announce()
             return self._process_oldest()
         plan = self.scheduler.schedule()
@@ -253,14 +249,17 @@ class EngineCore:
         was_idle, step = not in_flight, self._begin(plan)
         in_flight.append(step)
         outputs = [] if was_idle or len(in_flight) < self._max_in_flight else self._process_oldest()
-        step.overlaps = self._max_in_flight > 1 and step.pending.overlaps and self.scheduler.can_schedule_ahead()
-        if len(in_flight) == 1 and not step.overlaps and (was_idle or not plan.num_scheduled_tokens):
+        if len(in_flight) == 1 and not self._overlaps(step) and (was_idle or not plan.num_scheduled_tokens):
             outputs += self._process_oldest()
         return outputs
 
-    def _begin(self, plan: SchedulerOutput) -> StepInFlight:
+    def _begin(self, plan: SchedulerOutput) -> SubmittedStep:
         record = self.recorder.begin(plan, self.scheduler)
-        return StepInFlight(plan, self.executor.submit(plan), record)
+        return SubmittedStep(plan, self.executor.submit(plan), record)
+
+    def _overlaps(self, step: SubmittedStep) -> bool:
+        """Whether another step may be begun before the result of `step` is processed; the executor decides that."""
+        return self._max_in_flight > 1 and step.pending.overlaps
 
     def _announce(self, plan: SchedulerOutput | None = None) -> None:
         if self.on_plans is not None:
@@ -284,9 +283,9 @@ class EngineCore:
         """Give the scheduler the deferred requests that are ready; return the outputs of those that cannot run."""
         ready, failed = self._deferred.poll(0.0 if self.scheduler.has_unfinished() else DEFERRED_WAIT_SECONDS)
         for request in ready:
-            if request.spec.grammar is not None:
-                self.recorder.note_grammar(request.request_id, self.clock() - request.spec.arrival_time)
-                if request.spec.beam is not None:
+            if request.engine_request.grammar is not None:
+                self.recorder.note_grammar(request.request_id, self.clock() - request.engine_request.arrival_time)
+                if request.engine_request.beam is not None:
                     # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
                     request.add_stop_ids(self.executor.grammars.end_ids())
             self.scheduler.add_request(request)

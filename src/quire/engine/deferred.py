@@ -36,10 +36,10 @@ class LoRAId(msgspec.Struct, forbid_unknown_fields=True):
 class Prerequisite(Protocol):
     """One kind of prerequisite, and the requests that use it."""
 
-    def needed_by(self, spec: EngineRequest) -> bool:
+    def needed_by(self, engine_request: EngineRequest) -> bool:
         """Whether a request needs it."""
 
-    def prepare(self, spec: EngineRequest) -> None:
+    def prepare(self, engine_request: EngineRequest) -> None:
         """Begin to prepare it; a call of `release` must follow. Raises `RequestError` if this engine has none."""
 
     def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
@@ -48,7 +48,7 @@ class Prerequisite(Protocol):
         If there are none it waits for one up to `wait` seconds.
         """
 
-    def release(self, spec: EngineRequest) -> None:
+    def release(self, engine_request: EngineRequest) -> None:
         """End the use, or the wait, of a request."""
 
 
@@ -58,27 +58,27 @@ class CompiledGrammar:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
-    def needed_by(self, spec: EngineRequest) -> bool:
-        return spec.grammar is not None
+    def needed_by(self, engine_request: EngineRequest) -> bool:
+        return engine_request.grammar is not None
 
-    def prepare(self, spec: EngineRequest) -> None:
-        assert spec.grammar is not None
-        self._executor.grammars.prepare(spec.grammar)
+    def prepare(self, engine_request: EngineRequest) -> None:
+        assert engine_request.grammar is not None
+        self._executor.grammars.prepare(engine_request.grammar)
 
     def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
         ready = self._executor.grammars.poll(wait)
         found: dict[str, str | None] = {}
         for request in requests:
-            if request.spec.grammar in ready:
-                error = ready[request.spec.grammar]
+            if request.engine_request.grammar in ready:
+                error = ready[request.engine_request.grammar]
                 if error is not None and not error.startswith("structured output"):
                     error = GRAMMAR_FAILED + error
                 found[request.request_id] = error
         return found
 
-    def release(self, spec: EngineRequest) -> None:
-        assert spec.grammar is not None
-        self._executor.grammars.release(spec.grammar)
+    def release(self, engine_request: EngineRequest) -> None:
+        assert engine_request.grammar is not None
+        self._executor.grammars.release(engine_request.grammar)
 
 
 class LoadedAdapter:
@@ -96,12 +96,12 @@ class LoadedAdapter:
             raise RequestError("this engine serves no LoRA adapters (--enable-lora)", param="lora_request")
         return adapters
 
-    def needed_by(self, spec: EngineRequest) -> bool:
-        return spec.lora is not None
+    def needed_by(self, engine_request: EngineRequest) -> bool:
+        return engine_request.lora is not None
 
-    def prepare(self, spec: EngineRequest) -> None:
-        assert spec.lora is not None
-        self._adapters.prepare(spec.lora, spec.request_id)
+    def prepare(self, engine_request: EngineRequest) -> None:
+        assert engine_request.lora is not None
+        self._adapters.prepare(engine_request.lora, engine_request.request_id)
 
     def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
         """See `Prerequisite`; sets the digest of the adapter in requests that can use it."""
@@ -110,15 +110,15 @@ class LoadedAdapter:
         for request in requests:
             result = self._results.pop(request.request_id, None)
             if result is not None:
-                assert request.spec.lora is not None
+                assert request.engine_request.lora is not None
                 error = result.error or _unknown_token(request, result)
-                found[request.request_id] = error and f"adapter {request.spec.lora.lora_name}: {error}"
+                found[request.request_id] = error and f"adapter {request.engine_request.lora.lora_name}: {error}"
                 request.adapter_digest = result.digest
         return found
 
-    def release(self, spec: EngineRequest) -> None:
-        self._results.pop(spec.request_id, None)
-        self._adapters.release(spec.lora_int_id, spec.request_id)
+    def release(self, engine_request: EngineRequest) -> None:
+        self._results.pop(engine_request.request_id, None)
+        self._adapters.release(engine_request.lora_int_id, engine_request.request_id)
 
     def load(self, arguments: LoadLoRA) -> dict[str, Any]:
         """Begin to load an adapter that no request needs yet, to see whether it can be used."""
@@ -204,26 +204,30 @@ class DeferredRequests:
     @property
     def adapter_names(self) -> set[str]:
         """The LoRA adapters of the requests that wait."""
-        return {request.spec.lora.lora_name for request in self._waiting.values() if request.spec.lora is not None}
+        return {
+            request.engine_request.lora.lora_name
+            for request in self._waiting.values()
+            if request.engine_request.lora is not None
+        }
 
     def check_ids(self, request: Request) -> None:
         """Raise `RequestError` if one that waits has the id of `request`, or of one of its sequences."""
-        if request.request_id in self._waiting or not self.sequence_ids.isdisjoint(request.spec.sequence_ids):
+        if request.request_id in self._waiting or not self.sequence_ids.isdisjoint(request.engine_request.sequence_ids):
             raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request needs anything that must be prepared."""
-        return any(item.needed_by(request.spec) for item in self._prerequisites)
+        return any(item.needed_by(request.engine_request) for item in self._prerequisites)
 
     def add(self, request: Request) -> None:
         """Prepare what a request needs. Raises `RequestError` if this engine cannot."""
-        spec = request.spec
-        needed = [item for item in self._prerequisites if item.needed_by(spec)]
+        engine_request = request.engine_request
+        needed = [item for item in self._prerequisites if item.needed_by(engine_request)]
         for item in needed:
-            item.prepare(spec)
-        self._waiting[spec.request_id], self._missing[spec.request_id] = request, needed
-        self.sequence_ids.update(spec.sequence_ids)
-        self._users[spec.request_id] = spec
+            item.prepare(engine_request)
+        self._waiting[engine_request.request_id], self._missing[engine_request.request_id] = request, needed
+        self.sequence_ids.update(engine_request.sequence_ids)
+        self._users[engine_request.request_id] = engine_request
 
     def abort(self, names: Iterable[str]) -> None:
         """Drop the requests and sequences with these ids that wait."""
@@ -231,9 +235,9 @@ class DeferredRequests:
             if name in self._waiting:
                 self._remove(self._waiting[name])
             elif name in self.sequence_ids:
-                request = next(item for item in self._waiting.values() if name in item.spec.sequence_ids)
+                request = next(item for item in self._waiting.values() if name in item.engine_request.sequence_ids)
                 request.aborted_ids.add(name)
-                if request.aborted_ids.issuperset(request.spec.sequence_ids):
+                if request.aborted_ids.issuperset(request.engine_request.sequence_ids):
                     self._remove(request)
 
     def poll(self, wait: float) -> tuple[list[Request], list[SequenceOutput]]:
@@ -256,7 +260,7 @@ class DeferredRequests:
                     self._remove(request)
                     failed += [
                         SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
-                        for sequence_id in request.spec.sequence_ids
+                        for sequence_id in request.engine_request.sequence_ids
                         if sequence_id not in request.aborted_ids
                     ]
         ready = [self._waiting[name] for name, missing in self._missing.items() if not missing]
@@ -267,11 +271,11 @@ class DeferredRequests:
     def release(self, is_live: Callable[[str], bool]) -> None:
         """End the use of prerequisites by requests that neither wait nor are live in the scheduler."""
         for request_id in [name for name in self._users if not (name in self._waiting or is_live(name))]:
-            spec = self._users.pop(request_id)
+            engine_request = self._users.pop(request_id)
             for item in self._prerequisites:
-                if item.needed_by(spec):
-                    item.release(spec)
+                if item.needed_by(engine_request):
+                    item.release(engine_request)
 
     def _remove(self, request: Request) -> None:
         del self._waiting[request.request_id], self._missing[request.request_id]
-        self.sequence_ids.difference_update(request.spec.sequence_ids)
+        self.sequence_ids.difference_update(request.engine_request.sequence_ids)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from quire.engine_request import LoRARequest
 from quire.kernels.memory import DeviceMemory
-from quire.step import AdapterResult, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import AdapterResult, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput
 
 
 class Adapters(Protocol):
@@ -132,7 +132,7 @@ class Executor(ABC):
         return None
 
     @abstractmethod
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Begin a step. One that does not overlap must be waited for before the next is submitted."""
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:

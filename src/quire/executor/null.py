@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from quire.executor.base import Executor
 from quire.step import (
-    Done,
+    CompletedOutput,
     ForkData,
     KVCacheSpec,
     LayerKVSpec,
     ModelOutput,
-    Pending,
+    PendingOutput,
     PooledData,
     SchedulerOutput,
     TokenTopLogprobs,
@@ -58,7 +58,7 @@ class NullExecutor(Executor):
         self._known.clear()
         return 0
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Sample every sequence whose last known token is computed in this step."""
         computed, drafts = self._take_in(step)
         output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(step.loading_block_ids, True))
@@ -77,7 +77,7 @@ class NullExecutor(Executor):
             self._verify(self._known[sequence_id], draft_token_ids, output.sampled_token_ids.get(sequence_id))
         if step.forks:
             self._draw_forks([fork for fork in step.forks if fork.samples], output)
-        return Done(output)
+        return CompletedOutput(output)
 
     def _verify(self, known: _Known, drafts: Sequence[int], sampled: list[int] | None) -> None:
         """Append to `sampled` the tokens that drafts confirm, which all count as known so far; None for a void step."""

@@ -10,7 +10,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.executor.base import Adapters, Executor
 from quire.kernels.memory import DeviceMemory
-from quire.step import KVCacheSpec, Pending, SchedulerOutput
+from quire.step import KVCacheSpec, PendingOutput, SchedulerOutput
 from quire.worker.worker import Worker
 
 
@@ -74,7 +74,7 @@ class RankedExecutor(Executor):
         """
 
     @abstractmethod
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """See `Executor`; the result is there when all ranks have ended the step. Raises what `collective_rpc` does."""
 
     @property
@@ -130,7 +130,7 @@ class InlineExecutor(RankedExecutor):
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(*args)]
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         return self.worker.submit(step)
 
 

@@ -27,7 +27,7 @@ from quire.kvcache.prefix_cache import (
     first_block_in_window,
     longest_hit,
 )
-from quire.kvcache.tiers import AsyncKVTier, AsyncLoads, DiskTier, HostHit, HostTier, TierHit
+from quire.kvcache.tiers import AsyncLoads, AsyncTierManager, DiskTierManager, HostHit, HostTierManager, TierHit
 from quire.step import BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
@@ -124,9 +124,9 @@ class KVCacheManager:
             on_unregister=self._unregistered,
             on_evict=self._evicted if num_host_blocks or num_disk_records else None,
         )
-        self.host = HostTier(num_host_blocks, self.transfers)
-        self.disk = DiskTier(num_disk_records, stored, self.transfers)
-        self._async_tiers: list[AsyncKVTier] = [self.disk] if num_disk_records else []
+        self.host = HostTierManager(num_host_blocks, self.transfers)
+        self.disk = DiskTierManager(num_disk_records, stored, self.transfers)
+        self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_records else []
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()

@@ -1,6 +1,6 @@
 """KV tiers, control half: which blocks the host's memory and the disk hold, by hash, and what moves for that.
 
-A `KVTier` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
+A `TierManager` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
 appended to the list of the step's transfers, in the order decided; the worker half of each tier
 (`worker/transfers.py`) moves the bytes. A tier in another process or machine would be one more class on either side and
 a member of `Tier`. When blocks are stored and loaded is decided in `manager`.
@@ -71,10 +71,10 @@ class BlockHeader:
         return cls(data[_FIXED.size : parent], data[parent:first], list(tokens))
 
 
-class KVTier(Protocol):
+class TierManager(Protocol):
     """The control half of a tier. All calls answer at once, from the scheduler's own index of the tier.
 
-    A load that fails (`AsyncKVTier`) is the same as the block not being there.
+    A load that fails (`AsyncTierManager`) is the same as the block not being there.
     """
 
     tier: Tier
@@ -92,7 +92,7 @@ class KVTier(Protocol):
         """Drop all blocks."""
 
 
-class AsyncKVTier(KVTier, Protocol):
+class AsyncTierManager(TierManager, Protocol):
     """A tier whose loads take some steps and may fail."""
 
     def __len__(self) -> int:
@@ -111,11 +111,11 @@ class HostHit(NamedTuple):
 class TierHit(NamedTuple):
     """A block that only an asynchronous tier has."""
 
-    tier: AsyncKVTier
+    tier: AsyncTierManager
     block_hash: bytes
 
 
-class HostTier:
+class HostTierManager:
     """Blocks in host memory: a pool like the device's, whose free blocks keep their content until they are evicted.
 
     The pool holds the blocks of swapped sequences as well, which have references and no hash.
@@ -170,7 +170,7 @@ class HostTier:
         self.pool.touch((block,))
 
     def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
-        """See `KVTier.load`; the block has been pinned, and is not any more."""
+        """See `TierManager.load`; the block has been pinned, and is not any more."""
         block = self.pool.lookup(block_hash)
         assert block is not None
         self._transfers.append(BlockTransfer(_LOAD, _HOST, destination.block_id, block.block_id))
@@ -178,7 +178,7 @@ class HostTier:
         return BlockHeader(block_hash, block.parent_hash, block.token_ids)
 
     def clear(self) -> None:
-        """See `KVTier.clear`; swapped blocks stay."""
+        """See `TierManager.clear`; swapped blocks stay."""
         self.pool.unregister_all()
 
     def swap_out(self, blocks: Iterable[Block]) -> list[Block]:
@@ -194,7 +194,7 @@ class HostTier:
         self._transfers.append(BlockTransfer(_LOAD, _HOST, destination.block_id, source.block_id))
 
 
-class DiskTier:
+class DiskTierManager:
     """Records on disk.
 
     Args:
@@ -251,7 +251,7 @@ class DiskTier:
             self._free_slots.append(record[0])
 
     def clear(self) -> None:
-        """See `KVTier.clear`; the files are truncated."""
+        """See `TierManager.clear`; the files are truncated."""
         for block_hash in list(self._records):
             self.drop(block_hash)
         if self.num_slots:
@@ -263,7 +263,7 @@ class _Load:
     """A block that is being loaded, and the header it will be registered under; None if it must not be found."""
 
     block: Block
-    tier: AsyncKVTier
+    tier: AsyncTierManager
     header: BlockHeader | None
 
 

@@ -24,13 +24,13 @@ ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
-class Plan:
+class PlanBuilder:
     """A `SchedulerOutput` in the making.
 
     Attributes:
         budget: tokens that may still be scheduled.
         in_flight: the steps before this one whose results are not known.
-        scheduled: the sequences it computes, see `StepInFlight`.
+        scheduled: the sequences it computes, see `ScheduledStep`.
         computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
         num_promised_blocks: what sequences that were given tokens need for the rest of theirs.
         out_of_blocks: whether running requests were preempted for want of blocks.
@@ -47,7 +47,7 @@ class Plan:
         self.continuing: list[ContinuingSequenceData] = []
         self.num_scheduled: dict[str, int] = {}
         self.scheduled: list[tuple[Sequence, int]] = []
-        self.forked: list[tuple[Sequence, int]] = []
+        self.forked_sequences: list[tuple[Sequence, int]] = []
         self.preempted_request_ids: set[str] = set()
         self.shares: dict[str, int] | None = None
         self.preempted_sequence_ids: list[str] = []
@@ -56,7 +56,7 @@ class Plan:
         self, finished_ids: list[str], forks: list[ForkData], transfers: list[BlockTransfer], *, waits_for_loads: bool
     ) -> SchedulerOutput:
         """Return the plan as the worker gets it; it waits for loads only if there is nothing to compute."""
-        self.scheduled += self.forked
+        self.scheduled += self.forked_sequences
         return SchedulerOutput(
             new_sequences=self.new_sequences,
             continuing=self.continuing,
@@ -139,9 +139,13 @@ class Admission:
 
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
-        num_tokens = request.num_prompt_tokens + (request.spec.pooling is None)
+        num_tokens = request.num_prompt_tokens + (request.engine_request.pooling is None)
         if num_tokens > self.max_model_len:
-            more = "; with one token to generate that exceeds" if request.spec.pooling is None else ", which exceeds"
+            more = (
+                "; with one token to generate that exceeds"
+                if request.engine_request.pooling is None
+                else ", which exceeds"
+            )
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens{more} the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
@@ -165,8 +169,8 @@ class Admission:
 
     # ---- tokens ----
 
-    def give(
-        self, sequence: Sequence, num_new: int, plan: Plan, hit: PrefixHit | None = None, num_reserved: int = 0
+    def schedule_tokens(
+        self, sequence: Sequence, num_new: int, plan: PlanBuilder, hit: PrefixHit | None = None, num_reserved: int = 0
     ) -> bool:
         """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted; False if there are no slots.
 
@@ -177,7 +181,7 @@ class Admission:
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
         if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
             if drafts:
-                num_known_left = sequence.num_left - len(drafts) - (0 if hit is None else hit.num_tokens)
+                num_known_left = sequence.num_uncomputed_tokens - len(drafts) - (0 if hit is None else hit.num_tokens)
                 sequence.drop_drafts(max(num_new - num_known_left, 0))
                 drafts = sequence.draft_token_ids
             allocated = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
@@ -199,22 +203,27 @@ class Admission:
         plan.num_scheduled[sequence_id] = num_new
         plan.budget -= num_new
         sequence.num_computed_tokens = end = start + num_new
-        num_final = 0
+        max_sampled = 0
         if end == len(sequence.token_ids) + sequence.num_tentative_tokens:
-            num_final = 1
+            max_sampled = 1
             if drafts:
-                num_final += len(drafts)
+                max_sampled += len(drafts)
                 sequence.draft_token_ids = ()
             if request.samples_tokens:
                 if end + 1 < request.max_total_tokens:
                     sequence.num_tentative_tokens += 1
-                if not request.forked:
+                if not request.is_forked:
                     self._fork_samples(sequence, plan)
-        plan.scheduled.append((sequence, num_final))
+        plan.scheduled.append((sequence, max_sampled))
         return True
 
-    def begin(
-        self, sequence: Sequence, most: int, plan: Plan, num_reserved: int | None = None, hit: PrefixHit | None = None
+    def start(
+        self,
+        sequence: Sequence,
+        most: int,
+        plan: PlanBuilder,
+        num_reserved: int | None = None,
+        hit: PrefixHit | None = None,
     ) -> int:
         """Let a sequence without blocks begin: with what is cached of it, and up to `most` tokens to compute.
 
@@ -226,7 +235,7 @@ class Admission:
         reserved = 0
         if num_reserved is not None:
             reserved = num_reserved + self.num_blocks_after(sequence, hit.num_tokens + num_new)
-        if not self.give(sequence, num_new, plan, hit, reserved):
+        if not self.schedule_tokens(sequence, num_new, plan, hit, reserved):
             return 0
         request, num_host_tokens = sequence.request, hit.num_host_tokens(self.kv.block_size)
         if request.num_cached_tokens is None:
@@ -246,7 +255,7 @@ class Admission:
         sequence.on_worker, sequence.unsent_token_ids = True, ()
         return NewSequenceData(
             sequence.sequence_id,
-            request.spec,
+            request.engine_request,
             self.kv.block_ids(sequence.sequence_id),
             num_computed_tokens,
             output_token_ids=sequence.token_ids[request.num_prompt_tokens :],
@@ -255,17 +264,19 @@ class Admission:
             sampler_state=sequence.sampler_state,
         )
 
-    def _fork_samples(self, parent: Sequence, plan: Plan) -> None:
+    def _fork_samples(self, parent: Sequence, plan: PlanBuilder) -> None:
         """The prompt ends in this step: the other samples begin, sharing its blocks, and draw their first tokens."""
         request = parent.request
-        request.forked = True
-        for sequence_id, seed in zip(request.spec.sequence_ids[1:], request.spec.seeds[1:], strict=True):
+        request.is_forked = True
+        for sequence_id, seed in zip(
+            request.engine_request.sequence_ids[1:], request.engine_request.seeds[1:], strict=True
+        ):
             if sequence_id in request.aborted_ids:
                 self.requests.skip_fork(request, sequence_id)
                 continue
             child = self.requests.fork(parent, sequence_id, seed, samples=True)
             request.sequences.append(child)
-            plan.forked.append((child, 1))
+            plan.forked_sequences.append((child, 1))
 
     # ---- requests ----
 
@@ -283,12 +294,12 @@ class Admission:
         for request in waiting.first(count * ADAPTER_WINDOWS):
             if len(found) == count:
                 break
-            if request.spec.lora is not None and request.spec.lora_int_id not in adapters:
+            if request.engine_request.lora is not None and request.engine_request.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
                     if self.blocked_for(request) >= ADAPTER_PATIENCE_SECONDS:
                         break
                     continue
-                adapters.add(request.spec.lora_int_id)
+                adapters.add(request.engine_request.lora_int_id)
             found.append(request)
         return found
 
@@ -300,18 +311,22 @@ class Admission:
         return now - request.blocked_since
 
     def _running_adapters(self) -> set[int]:
-        return {request.spec.lora_int_id for request in self.requests.running if request.spec.lora is not None}
+        return {
+            request.engine_request.lora_int_id
+            for request in self.requests.running
+            if request.engine_request.lora is not None
+        }
 
     def adapter_fits(self, request: Request) -> bool:
         """Whether a waiting request could have its adapter beside those of the running ones."""
-        if request.spec.lora is None:
+        if request.engine_request.lora is None:
             return True
         running = self._running_adapters()
-        return request.spec.lora_int_id in running or len(running) < self.max_loras
+        return request.engine_request.lora_int_id in running or len(running) < self.max_loras
 
     def state(self) -> tuple[int, int, int]:
         """What room for waiting requests depends on: while it is the same, who lacked blocks or slots still does."""
-        return self.kv.pool.num_freed, self.requests.waiting.num_changes, self.requests.num_running_sequences
+        return self.kv.pool.num_freed, self.requests.waiting.num_changes, self.requests.num_reserved_slots
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
@@ -321,13 +336,15 @@ class Admission:
             and num_allocated + self.kv.pool.num_free == self.kv.pool.num_blocks
         )
 
-    def may_resume(self, request: Request, plan: Plan) -> bool:
+    def may_resume(self, request: Request, plan: PlanBuilder) -> bool:
         """Whether a waiting request may run in this step; not one that was preempted in it, or while in flight."""
         if request.request_id in plan.preempted_request_ids:
             return False
         return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
 
-    def make_room(self, request: Request, sequences: Collection[Sequence], preempt_last: Callable[[], bool]) -> bool:
+    def ensure_blocks(
+        self, request: Request, sequences: Collection[Sequence], preempt_last: Callable[[], bool]
+    ) -> bool:
         """See to it that each of these sequences of `request` could take a block; False if the request did not survive.
 
         They advance together or not at all, so this is decided before the first of them gets a token. A request that
@@ -335,7 +352,7 @@ class Admission:
         request, and returns whether that was another one. Drafts of some may not take the blocks of others.
         """
         kv, num_groups = self.kv, len(self.kv.windows)
-        needed = sum(sequence.num_left > 0 for sequence in sequences) * num_groups
+        needed = sum(sequence.num_uncomputed_tokens > 0 for sequence in sequences) * num_groups
         while kv.pool.num_free < needed:
             needed = kv.num_blocks_to_advance(sequences)  # exactly; the above is the most it can be
             if kv.pool.num_free >= needed:
@@ -351,7 +368,7 @@ class Admission:
                 sequence.drop_drafts()
         return True
 
-    def preempt(self, request: Request, plan: Plan, *, may_swap: bool = True) -> None:
+    def preempt(self, request: Request, plan: PlanBuilder, *, may_swap: bool = True) -> None:
         """Take the blocks of a running request, none of whose sequences is in the plan, and put it back in line."""
         if may_swap and self._prefers_swap(request) and self.kv.swap_out(request.sequences):
             status = RequestStatus.SWAPPED
@@ -372,7 +389,7 @@ class Admission:
 
     def _prefers_swap(self, request: Request) -> bool:
         """Whether `request` is to be swapped rather than computed again; what was pooled of its tokens is not kept."""
-        if request.spec.pooling is not None:
+        if request.engine_request.pooling is not None:
             return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
 
@@ -383,7 +400,7 @@ class Admission:
             return None
         return needed + num_reserved <= self.kv.pool.num_free
 
-    def swap_in(self, request: Request, plan: Plan, num_reserved: int) -> bool | None:
+    def swap_in(self, request: Request, plan: PlanBuilder, num_reserved: int) -> bool | None:
         """Bring back a swapped request, if there is room for it and for a token of each of its sequences.
 
         Returns whether it runs; None if it was ended because it never fits.
@@ -392,7 +409,7 @@ class Admission:
         if fits is None:
             self.finish_infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
             return None
-        unfinished = [sequence for sequence in request.sequences if sequence.num_left]
+        unfinished = [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens]
         if not fits or plan.budget < len(unfinished):
             return False
         self.kv.swap_in(request.sequences)
@@ -400,7 +417,7 @@ class Admission:
         for number, sequence in enumerate(unfinished, 1):
             num_behind = len(unfinished) - number
             most = min(plan.budget - num_behind, self.max_tokens_per_sequence)
-            self.give(sequence, min(sequence.num_left, most), plan)
+            self.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, most), plan)
         return True
 
     def waits_for_disk(self, request: Request, hit: PrefixHit) -> bool:
@@ -416,7 +433,7 @@ class Admission:
         # Running requests must be able to go on meanwhile: a block for each sequence, and some to grow.
         num_reserved = 0
         if self.requests.running:
-            num_reserved = self.requests.num_running_sequences * len(self.kv.windows) + self.watermark_blocks
+            num_reserved = self.requests.num_reserved_slots * len(self.kv.windows) + self.watermark_blocks
         request.loading = set(self.kv.start_loads(hit, num_reserved))
         if not request.loading:
             return False
@@ -442,13 +459,13 @@ class Admission:
         """
         kv, requests, budget = self.kv, self.requests, self.max_num_batched_tokens
         num_groups, num_free, size = len(kv.windows), kv.pool.num_free, kv.block_size
-        num_running = requests.num_running_sequences
+        num_running = requests.num_reserved_slots
         if kv.num_tables() == num_running and num_groups * (budget // size + 2 * num_running) <= num_free:
             return True
         needed = 0
         for request in requests.running:
             # The last block of one that shares it is copied before a write.
-            shares = request.num_sequences > 1 or len(request.spec.sequence_ids) > 1
+            shares = request.num_sequences > 1 or len(request.engine_request.sequence_ids) > 1
             for sequence in request.sequences:
                 end = max(len(sequence.token_ids) + 1, sequence.num_tokens)
                 if not kv.has_blocks(sequence):

@@ -15,12 +15,12 @@ from quire.scheduler.request import Sequence
 from quire.step import SchedulerOutput
 
 
-class StepInFlight:
+class ScheduledStep:
     """One step.
 
     Attributes:
         plan: what it computes. started: when it was planned, in seconds of the scheduler's clock.
-        computes_prompts: as the planner says (`Plan.computes_prompts`).
+        computes_prompts: as the planner says (`PlanBuilder.computes_prompts`).
         scheduled: its sequences, with the most tokens that may become final for each by its result: the number of
             drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
     """
@@ -36,24 +36,19 @@ class InFlight:
     """The steps in flight, any number, oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepInFlight] = deque()
+        self._steps: deque[ScheduledStep] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[StepInFlight]:
+    def __iter__(self) -> Iterator[ScheduledStep]:
         return iter(self._steps)
 
-    @property
-    def newest(self) -> StepInFlight:
-        """The step planned last."""
-        return self._steps[-1]
-
-    def append(self, step: StepInFlight) -> None:
+    def append(self, step: ScheduledStep) -> None:
         """Note that a step was planned."""
         self._steps.append(step)
 
-    def pop(self, plan: SchedulerOutput) -> StepInFlight:
+    def pop(self, plan: SchedulerOutput) -> ScheduledStep:
         """Return the oldest step, of which this is the plan, and remove it. Raises `QuireError` if it is another's."""
         if not self._steps or self._steps[0].plan is not plan:
             raise QuireError("results must be processed in the order in which their steps were planned")

@@ -21,7 +21,7 @@ class LiveRequests:
 
     Attributes:
         waiting: new, preempted and swapped requests. running: sorted like those. loading: in any order.
-        num_running_sequences: how many sequences the running requests may have side by side.
+        num_reserved_slots: how many sequences the running requests may have side by side.
         num_added: how many requests were ever added.
         outputs: of requests that ended otherwise than by the model's output; to be sent with the next ones.
         finished_ids, forks: ids of sequences that ended, and new forks, for the next plan.
@@ -34,7 +34,7 @@ class LiveRequests:
         self.waiting = RequestQueue()
         self.running: list[Request] = []
         self.loading: list[Request] = []
-        self.num_running_sequences = 0
+        self.num_reserved_slots = 0
         self.num_added = 0
         self.outputs: list[SequenceOutput] = []
         self.finished_ids: list[str] = []
@@ -70,7 +70,9 @@ class LiveRequests:
 
     def check_ids(self, request: Request) -> None:
         """Raise `RequestError` if a live request, or sequence, has the id of this one or of one of its sequences."""
-        if request.request_id in self._requests or any(name in self._sequences for name in request.spec.sequence_ids):
+        if request.request_id in self._requests or any(
+            name in self._sequences for name in request.engine_request.sequence_ids
+        ):
             raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
 
     # ---- from one state to another ----
@@ -80,23 +82,23 @@ class LiveRequests:
         request.order_key = self._policy.key(request, self.num_added)
         self.num_added += 1
         self._requests[request.request_id] = request
-        for sequence_id in request.spec.sequence_ids:  # those to come answer to their ids already
+        for sequence_id in request.engine_request.sequence_ids:  # those to come answer to their ids already
             self._sequences[sequence_id] = request.sequences[0]
-        if request.forked:  # it had begun in another engine
+        if request.is_forked:  # it had begun in another engine
             self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
         self.waiting.push(request)
 
     def refuse(self, request: Request, error: str) -> None:
         """Answer a request that was not added with an error."""
         request.transition(RequestStatus.FINISHED_IGNORED)
-        self._output_errors(request.spec.sequence_ids, error, refused=True)
+        self._output_errors(request.engine_request.sequence_ids, error, refused=True)
 
     def admit(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
         self.waiting.remove(request)
         request.transition(RequestStatus.RUNNING)
         request.blocked_since = None
-        self.num_running_sequences += request.num_sequences
+        self.num_reserved_slots += request.num_sequences
         insort(self.running, request, key=BY_ORDER)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
@@ -141,7 +143,7 @@ class LiveRequests:
         """A sequence that was aborted before it began is not forked after all."""
         del self._sequences[sequence_id]
         if request.status is RequestStatus.RUNNING:
-            self.num_running_sequences -= 1
+            self.num_reserved_slots -= 1
 
     def finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
         """End `request` and free all it has; with `error` that is the output of each of its sequences."""
@@ -150,15 +152,15 @@ class LiveRequests:
             names = [sequence.sequence_id for sequence in request.sequences]
             if request.beam is not None:
                 names = [request.request_id]
-            elif not request.forked:
-                names = [name for name in request.spec.sequence_ids if name not in request.aborted_ids]
+            elif not request.is_forked:
+                names = [name for name in request.engine_request.sequence_ids if name not in request.aborted_ids]
             self._output_errors(names, error, refused=status is RequestStatus.FINISHED_IGNORED)
         for sequence in request.sequences:
             self.remove(sequence)
-        for name in request.spec.sequence_ids:
+        for name in request.engine_request.sequence_ids:
             self._sequences.pop(name, None)
         request.sequences.clear()
-        request.forked = True
+        request.is_forked = True
         request.transition(status)
         del self._requests[request.request_id]
         self._policy.ended(request)
@@ -167,7 +169,7 @@ class LiveRequests:
         """End one sequence, and its request with the last one."""
         request = sequence.request
         if request.status is RequestStatus.RUNNING and request.beam is None:
-            self.num_running_sequences -= 1
+            self.num_reserved_slots -= 1
         request.sequences.remove(sequence)
         self.remove(sequence, corrupt=corrupt)
         if not request.sequences:
@@ -185,7 +187,7 @@ class LiveRequests:
     def _leave_queue(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self.num_running_sequences -= request.num_sequences
+            self.num_reserved_slots -= request.num_sequences
         elif request.status is RequestStatus.LOADING:
             self.loading.remove(request)
         else:
@@ -212,8 +214,8 @@ class LiveRequests:
         if {id(r) for r in everyone} != {id(r) for r in self._requests.values()} or len(everyone) != len(self):
             raise QuireError("live requests are not the running, waiting and loading ones")
         total = sum(request.num_sequences for request in running)
-        if total != self.num_running_sequences or total > max_num_seqs:
-            raise QuireError(f"{self.num_running_sequences} running sequences counted, {total} found")
+        if total != self.num_reserved_slots or total > max_num_seqs:
+            raise QuireError(f"{self.num_reserved_slots} running sequences counted, {total} found")
         for request in running:
             if request.status is not RequestStatus.RUNNING or not request.sequences:
                 raise QuireError(f"{request!r} is among the running ones")

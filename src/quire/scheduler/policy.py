@@ -26,7 +26,7 @@ class Policy:
 
     def key(self, request: Request, number: int) -> tuple[float, ...]:
         """Return the sort key of a request, the `number`-th to arrive; smaller is earlier."""
-        return (request.spec.arrival_time, number)
+        return (request.engine_request.arrival_time, number)
 
     def admitted(self, request: Request) -> None:
         """`request` begins to run."""
@@ -49,8 +49,12 @@ class PriorityPolicy(Policy):
 
     def key(self, request: Request, number: int) -> tuple[float, ...]:
         if self._ageing > 0:
-            return (request.spec.priority + request.spec.arrival_time / self._ageing, request.spec.arrival_time, number)
-        return (request.spec.priority, request.spec.arrival_time, number)
+            return (
+                request.engine_request.priority + request.engine_request.arrival_time / self._ageing,
+                request.engine_request.arrival_time,
+                number,
+            )
+        return (request.engine_request.priority, request.engine_request.arrival_time, number)
 
 
 class PrefixPolicy(Policy):
@@ -73,9 +77,9 @@ class FairPolicy(Policy):
         self._next: dict[str, float] = {}
 
     def key(self, request: Request, number: int) -> tuple[float, ...]:
-        tag = max(self._now, self._next.get(request.spec.tenant, 0.0))
-        self._charge(request.spec.tenant, tag, request.num_prompt_tokens)
-        return (tag, request.spec.arrival_time, number)
+        tag = max(self._now, self._next.get(request.engine_request.tenant, 0.0))
+        self._charge(request.engine_request.tenant, tag, request.num_prompt_tokens)
+        return (tag, request.engine_request.arrival_time, number)
 
     def _charge(self, tenant: str, start: float, num_tokens: int) -> None:
         self._next[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
@@ -85,7 +89,11 @@ class FairPolicy(Policy):
 
     def ended(self, request: Request) -> None:
         """See `Policy.ended`; tenants whose debt is past are forgotten."""
-        self._charge(request.spec.tenant, self._next.get(request.spec.tenant, self._now), request.num_output_tokens)
+        self._charge(
+            request.engine_request.tenant,
+            self._next.get(request.engine_request.tenant, self._now),
+            request.num_output_tokens,
+        )
         if len(self._next) > 1000:
             self._next = {tenant: tag for tenant, tag in self._next.items() if tag > self._now}
 

@@ -14,8 +14,8 @@ from functools import partial
 
 from quire.errors import ConfigError, echo
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.admission import WINDOW, Admission, Plan
-from quire.scheduler.in_flight import StepInFlight
+from quire.scheduler.admission import WINDOW, Admission, PlanBuilder
+from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
 
@@ -73,12 +73,12 @@ class PrefillFirstPlanner:
             )
         return None
 
-    def processed(self, step: StepInFlight) -> None:
+    def processed(self, step: ScheduledStep) -> None:
         """See `Planner`; takes the duration of a step of prompts, which `delay_factor` refers to."""
         if step.computes_prompts:
             self._last_prefill_seconds = self.admission.clock() - step.started
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: PlanBuilder) -> None:
         """Fill `plan`: with prompts if there are any to compute, otherwise with decodes."""
         self._schedule_prefills(plan)
         plan.computes_prompts = bool(plan.num_scheduled)
@@ -90,13 +90,13 @@ class PrefillFirstPlanner:
             # Sequences in flight may be about to end.
             if not (plan.num_scheduled or plan.in_flight) and running and self.admission.is_alone(running[0]):
                 stuck = running[0]  # only some of its sequences could be computed again, and these have ended
-                needed = sum(self._kv.num_blocks_for(sequence.num_left) for sequence in stuck.sequences)
+                needed = sum(self._kv.num_blocks_for(sequence.num_uncomputed_tokens) for sequence in stuck.sequences)
                 self.admission.finish_infeasible(stuck, needed)
-        assert plan.budget >= 0 and self._requests.num_running_sequences <= self.admission.max_num_seqs
+        assert plan.budget >= 0 and self._requests.num_reserved_slots <= self.admission.max_num_seqs
 
     # ---- prompts ----
 
-    def _schedule_prefills(self, plan: Plan) -> None:
+    def _schedule_prefills(self, plan: PlanBuilder) -> None:
         """Go on with what is being computed again; then admit waiting requests, unless any are swapped out."""
         for request in self._requests.running[:]:
             if request.request_id not in plan.preempted_request_ids:
@@ -106,7 +106,7 @@ class PrefillFirstPlanner:
         if self._blocked == self.admission.state() or not self._passed_delay():
             return
         for request in self.admission.first_waiting(WINDOW):
-            if plan.budget <= 0 or self._requests.num_running_sequences >= self.admission.max_num_seqs:
+            if plan.budget <= 0 or self._requests.num_reserved_slots >= self.admission.max_num_seqs:
                 break
             if not self.admission.may_resume(request, plan):
                 break
@@ -120,17 +120,17 @@ class PrefillFirstPlanner:
         """Whether waiting requests have waited for long enough, or none runs."""
         if not (self.delay_factor and self._requests.running and self._requests.waiting):
             return True
-        earliest = min(request.spec.arrival_time for request in self._requests.waiting.first(WINDOW))
+        earliest = min(request.engine_request.arrival_time for request in self._requests.waiting.first(WINDOW))
         return self.admission.clock() - earliest > self.delay_factor * self._last_prefill_seconds
 
-    def _admit(self, request: Request, plan: Plan) -> AllocStatus | None:
+    def _admit(self, request: Request, plan: PlanBuilder) -> AllocStatus | None:
         """Start or resume `request` if its known tokens fit into the step whole, and there is room for them.
 
         Returns OK also if it was ended or waits for the disk, so that others may come; None if it was the step, not
         the memory, that had no room. What was generated before a preemption makes a prompt longer. One that has become
         longer than a step is computed in several, which no other request joins, except in what is left of the last one.
         """
-        if self._requests.num_running_sequences + request.num_sequences > self.admission.max_num_seqs:
+        if self._requests.num_reserved_slots + request.num_sequences > self.admission.max_num_seqs:
             return None
         first = request.sequences[0]
         hit = self._kv.find_prefix(first)
@@ -144,7 +144,7 @@ class PrefillFirstPlanner:
             return room
         if first.num_tokens - hit.num_tokens > plan.budget and plan.num_scheduled:
             return None
-        given = self.admission.begin(first, plan.budget, plan, hit=hit)
+        given = self.admission.start(first, plan.budget, plan, hit=hit)
         assert given, "there was room"
         self._requests.admit(request)
         self._prefill(request, plan)
@@ -173,7 +173,7 @@ class PrefillFirstPlanner:
         first = request.sequences[0]
         return self._kv.num_blocks_for(first.num_tokens) + (request.num_sequences - 1) * len(self._kv.windows)
 
-    def _prefill(self, request: Request, plan: Plan) -> None:
+    def _prefill(self, request: Request, plan: PlanBuilder) -> None:
         """Let `request`, which runs, compute what it lacks of its known tokens, preempting those behind it.
 
         If none is behind it, the rest waits until other sequences end, perhaps of its own.
@@ -188,29 +188,33 @@ class PrefillFirstPlanner:
                     return
                 self._preempt_last(request, plan)
 
-    def _give_all(self, sequence: Sequence, plan: Plan) -> bool:
+    def _give_all(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Give `sequence` all the tokens it lacks, as far as the budget goes; False if there are no slots."""
         if self._kv.has_blocks(sequence):
-            return self.admission.give(sequence, min(sequence.num_left, plan.budget), plan)
-        return self.admission.begin(sequence, plan.budget, plan) > 0
+            return self.admission.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, plan.budget), plan)
+        return self.admission.start(sequence, plan.budget, plan) > 0
 
     def _is_prefill(self, sequence: Sequence) -> bool:
         """Whether it has more to compute than the token it just got, and drafts."""
-        return not sequence.is_decoding or (sequence.num_left > 0 and not self._kv.has_blocks(sequence))
+        return not sequence.is_decoding or (sequence.num_uncomputed_tokens > 0 and not self._kv.has_blocks(sequence))
 
     # ---- decodes ----
 
-    def _schedule_decodes(self, plan: Plan) -> None:
+    def _schedule_decodes(self, plan: PlanBuilder) -> None:
         """Give running sequences a token each, those of a request all or none, while the budget lasts.
 
         Drafts are verified with what all decodes leave of the budget.
         """
         running = self._requests.running
-        num_spare = plan.budget - self._requests.num_running_sequences
+        num_spare = plan.budget - self._requests.num_reserved_slots
         index = 0
         while index < len(running):
             request = running[index]
-            ready = [sequence for sequence in request.sequences if not self._is_prefill(sequence) and sequence.num_left]
+            ready = [
+                sequence
+                for sequence in request.sequences
+                if not self._is_prefill(sequence) and sequence.num_uncomputed_tokens
+            ]
             if len(ready) > plan.budget:
                 break
             for sequence in ready:
@@ -221,19 +225,21 @@ class PrefillFirstPlanner:
                 continue  # it is not there any more
             index += 1
 
-    def _append_slots(self, request: Request, ready: list[Sequence], plan: Plan) -> bool:
+    def _append_slots(self, request: Request, ready: list[Sequence], plan: PlanBuilder) -> bool:
         """Give each of `ready` a token, preempting from the end for the slots; False if `request` itself had to go."""
-        if len(ready) > 1 and not self.admission.make_room(request, ready, partial(self._preempt_last, request, plan)):
+        if len(ready) > 1 and not self.admission.ensure_blocks(
+            request, ready, partial(self._preempt_last, request, plan)
+        ):
             return False
         for sequence in ready:
-            while not self.admission.give(sequence, sequence.num_left, plan):
+            while not self.admission.schedule_tokens(sequence, sequence.num_uncomputed_tokens, plan):
                 if sequence.draft_token_ids:
                     sequence.drop_drafts()
                 elif not self._preempt_last(request, plan):
                     return False
         return True
 
-    def _preempt_last(self, request: Request, plan: Plan) -> bool:
+    def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
         """Preempt the last running request; return whether it was another than `request`.
 
         Half-computed KV is not worth moving to the host.
@@ -244,7 +250,7 @@ class PrefillFirstPlanner:
 
     # ---- swapped requests ----
 
-    def _schedule_swapped(self, plan: Plan) -> None:
+    def _schedule_swapped(self, plan: PlanBuilder) -> None:
         """Bring back swapped requests in order, while there are budget and blocks; their slots are free."""
         for request in [r for r in self._requests.waiting if r.status is RequestStatus.SWAPPED]:
             if not self.admission.adapter_fits(request) or not self.admission.may_resume(request, plan):

@@ -107,7 +107,7 @@ class Sequence:
         self.unsent_token_ids: tuple[int, ...] = ()
         self.has_output = False
         self.candidates: TokenTopLogprobs | None = None
-        detection = request.spec.sampling_params.repetition_detection
+        detection = request.engine_request.sampling_params.repetition_detection
         self.repetitions = None if detection is None else RepetitionDetector(detection, self.num_prompt_tokens)
         self.sampler_state: float | None = None
 
@@ -124,9 +124,9 @@ class Sequence:
     def cache_salt(self) -> CacheSalt:
         """The salt of its request, with the identity of its adapter."""
         request = self.request
-        if request.spec.lora is None:
-            return request.spec.cache_salt
-        return f"{request.spec.lora.lora_name}/{request.adapter_digest}", request.spec.cache_salt
+        if request.engine_request.lora is None:
+            return request.engine_request.cache_salt
+        return f"{request.engine_request.lora.lora_name}/{request.adapter_digest}", request.engine_request.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -139,14 +139,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_left(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens that are not computed."""
         return len(self.token_ids) + self.num_tentative_tokens - self.num_computed_tokens
 
     @property
     def is_decoding(self) -> bool:
         """Whether at most one token, and drafts, are not computed."""
-        return self.num_left <= 1 + len(self.draft_token_ids)
+        return self.num_uncomputed_tokens <= 1 + len(self.draft_token_ids)
 
     def drop_drafts(self, num_kept: int = 0) -> None:
         """Give up all drafts but the first `num_kept`."""
@@ -158,10 +158,10 @@ class Sequence:
     def reads_prefix_cache(self) -> bool:
         """Whether the prefix cache may be read; prompt log-probabilities need the logits of every prompt position."""
         request = self.request
-        if request.spec.sampling_params.skip_reading_prefix_cache:
+        if request.engine_request.sampling_params.skip_reading_prefix_cache:
             return False
-        if request.spec.pooling is not None:
-            return not request.spec.pooling.skip_reading_prefix_cache
+        if request.engine_request.pooling is not None:
+            return not request.engine_request.pooling.skip_reading_prefix_cache
         return not request.owes_prompt_logprobs
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ class Sequence:
 
 
 class Request:
-    """A live request: its `spec`, as the front end sent it, and the scheduler's state of it.
+    """A live request: its `engine_request`, as the front end sent it, and the scheduler's state of it.
 
     A resumed one has all its sequences from the start, with tokens that are not computed, as if it had been preempted.
 
@@ -188,24 +188,22 @@ class Request:
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
         adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
-        is_plain: whether a step gives each of its sequences just one token, or none while its prompt is computed.
         loading: device blocks that are being loaded from disk for it; `loaded` says that this was tried.
     """
 
-    def __init__(self, spec: EngineRequest) -> None:
-        if not spec.prompt_token_ids:
+    def __init__(self, engine_request: EngineRequest) -> None:
+        if not engine_request.prompt_token_ids:
             raise RequestError("the prompt must have at least one token", param="prompt")
-        self.spec = spec
-        self.request_id = spec.request_id
-        self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.stop_ids = frozenset(spec.stop_ids)
+        self.engine_request = engine_request
+        self.request_id = engine_request.request_id
+        self.num_prompt_tokens = len(engine_request.prompt_token_ids)
+        self.stop_ids = frozenset(engine_request.stop_ids)
         self.beam: BeamSearch | None = None
-        self.wants_prompt_logprobs = spec.sampling_params.prompt_logprobs is not None
-        self.samples_tokens = spec.beam is None and spec.pooling is None
-        self.is_plain = spec.beam is None and spec.pooling is None and spec.grammar is None and spec.thinking is None
+        self.wants_prompt_logprobs = engine_request.sampling_params.prompt_logprobs is not None
+        self.samples_tokens = engine_request.beam is None and engine_request.pooling is None
         self._status = RequestStatus.WAITING
         self.adapter_digest = ""
-        self.forked = len(spec.sequence_ids) == 1
+        self.is_forked = len(engine_request.sequence_ids) == 1
         self.num_forks = 0
         self.aborted_ids: set[str] = set()
         self.loading: set[int] = set()
@@ -220,22 +218,28 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.blocked_since: float | None = None
         self.num_prompt_logprobs = self.prompt_logprobs_after
-        self.sequences = [Sequence(self, spec.sequence_ids[0], spec.seeds[0], list(spec.prompt_token_ids))]
-        if spec.resumed is not None:
-            self._resume(spec.prompt_token_ids, spec.resumed)
+        self.sequences = [
+            Sequence(
+                self, engine_request.sequence_ids[0], engine_request.seeds[0], list(engine_request.prompt_token_ids)
+            )
+        ]
+        if engine_request.resumed is not None:
+            self._resume(engine_request.prompt_token_ids, engine_request.resumed)
 
     def _resume(self, prompt: list[int], resumed: list[ResumedSequence]) -> None:
         """Begin with the progress of each sequence: tokens after the prompt, and the state of its sampler."""
         if (
-            len(resumed) != len(self.spec.sequence_ids)
-            or self.spec.beam is not None
+            len(resumed) != len(self.engine_request.sequence_ids)
+            or self.engine_request.beam is not None
             or not all(item.token_ids for item in resumed)
         ):
             raise RequestError("each resumed sequence needs the tokens that it had; beams have none", param="resumed")
-        self.forked = True
+        self.is_forked = True
         self.num_prompt_logprobs = self.num_prompt_tokens  # they were sent before the first token
         self.sequences = []
-        for sequence_id, seed, progress in zip(self.spec.sequence_ids, self.spec.seeds, resumed, strict=True):
+        for sequence_id, seed, progress in zip(
+            self.engine_request.sequence_ids, self.engine_request.seeds, resumed, strict=True
+        ):
             sequence = Sequence(self, sequence_id, seed, prompt + progress.token_ids)
             sequence.sampler_state = progress.sampler_state
             self.sequences.append(sequence)
@@ -243,7 +247,7 @@ class Request:
     def add_stop_ids(self, token_ids: list[int]) -> None:
         """Let these tokens end the sequences, too; only before the request is added to a scheduler."""
         self.stop_ids |= frozenset(token_ids)
-        self.spec = msgspec.structs.replace(self.spec, stop_ids=sorted(self.stop_ids))
+        self.engine_request = msgspec.structs.replace(self.engine_request, stop_ids=sorted(self.stop_ids))
 
     @property
     def status(self) -> RequestStatus:
@@ -259,7 +263,7 @@ class Request:
     @property
     def prompt_logprobs_after(self) -> int:
         """Prompt positions after the first whose log-probabilities were not requested (`prompt_logprob_start`)."""
-        return max((self.spec.sampling_params.prompt_logprob_start or 0) - 1, 0)
+        return max((self.engine_request.sampling_params.prompt_logprob_start or 0) - 1, 0)
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -269,14 +273,14 @@ class Request:
     @property
     def num_sequences(self) -> int:
         """Most sequences it will have side by side from now on."""
-        if self.spec.beam is not None:
-            return self.spec.beam.beam_width
-        return len(self.sequences) if self.forked else len(self.spec.sequence_ids)
+        if self.engine_request.beam is not None:
+            return self.engine_request.beam.beam_width
+        return len(self.sequences) if self.is_forked else len(self.engine_request.sequence_ids)
 
     @property
-    def num_left(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens of all its sequences that are not computed."""
-        return sum(sequence.num_left for sequence in self.sequences)
+        return sum(sequence.num_uncomputed_tokens for sequence in self.sequences)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name}, {self.sequences})"

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.admission import Admission, Plan
+from quire.scheduler.admission import Admission, PlanBuilder
 from quire.scheduler.beam import BeamSearch, place
-from quire.scheduler.in_flight import InFlight, StepInFlight
+from quire.scheduler.in_flight import InFlight, ScheduledStep
 from quire.scheduler.policy import make_policy
 from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import Request, RequestStatus, Sequence
@@ -43,10 +43,10 @@ class Planner(Protocol):
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None."""
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: PlanBuilder) -> None:
         """Fill `plan`."""
 
-    def processed(self, step: StepInFlight) -> None:
+    def processed(self, step: ScheduledStep) -> None:
         """Take note that the result of a step is about to be processed."""
 
 
@@ -85,10 +85,12 @@ class Scheduler:
         if problem is not None:
             self.requests.refuse(request, problem)
             return
-        request.max_total_tokens = min(request.num_prompt_tokens + request.spec.max_tokens, self.admission.length_limit)
-        if request.spec.beam is not None:
+        request.max_total_tokens = min(
+            request.num_prompt_tokens + request.engine_request.max_tokens, self.admission.length_limit
+        )
+        if request.engine_request.beam is not None:
             most = request.max_total_tokens - request.num_prompt_tokens
-            request.beam = BeamSearch(request.spec.beam, stop_ids=request.stop_ids, max_tokens=most)
+            request.beam = BeamSearch(request.engine_request.beam, stop_ids=request.stop_ids, max_tokens=most)
         self.requests.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -107,11 +109,11 @@ class Scheduler:
 
     def _abort_sequence(self, sequence: Sequence, sequence_id: str) -> None:
         request = sequence.request
-        if request.forked:
+        if request.is_forked:
             self.requests.finish_sequence(sequence)
             return
         request.aborted_ids.add(sequence_id)
-        if request.aborted_ids.issuperset(request.spec.sequence_ids):
+        if request.aborted_ids.issuperset(request.engine_request.sequence_ids):
             self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_requests(self) -> bool:
@@ -129,10 +131,10 @@ class Scheduler:
     # ---- planning ----
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, after those in flight."""
+        """PlanBuilder the next step, after those in flight."""
         started = self.admission.clock()
         self.kv.start_step()
-        plan = Plan(self.admission.max_num_batched_tokens, self._in_flight)
+        plan = PlanBuilder(self.admission.max_num_batched_tokens, self._in_flight)
         self.planner.plan(plan)
         finished_ids, self.requests.finished_ids = self.requests.finished_ids, []
         forks, self.requests.forks = self.requests.forks, []
@@ -142,47 +144,33 @@ class Scheduler:
         self._stats.num_steps += output.total_num_scheduled_tokens > 0
         self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
         if not output.is_empty:
-            self._in_flight.append(StepInFlight(output, plan.scheduled, started, plan.computes_prompts))
+            self._in_flight.append(ScheduledStep(output, plan.scheduled, started, plan.computes_prompts))
         return output
 
     def propose(self, sequence_id: str, token_ids: list[int]) -> int:
         """Let the next step verify drafts: tokens that may follow all those of a sequence, tentative ones included.
 
-        They take the place of earlier drafts, and are taken of plain requests that are decoding only, and only as many
-        as leave room for the token that is sampled after them; returns how many. A step that lacks budget or blocks for
-        them gives them up. A model with recurrent states takes none, since its states cannot go back.
+        They take the place of earlier drafts. Returns how many are taken: as many as leave room for the token that is
+        sampled after them, and none unless the sequence is decoding, nor where a beam search, a grammar or a bound on
+        reasoning decides what follows, nor of a model with recurrent states, which cannot go back. A step that lacks
+        budget or blocks for drafts gives them up.
         """
         sequence = self.requests.find(sequence_id)
         if sequence is None or not self._accepts_drafts:
             return 0
         request = sequence.request
         sequence.drop_drafts()
-        if not (request.forked and request.is_plain and sequence.on_worker and sequence.num_left == 1):
+        is_guided = request.engine_request.grammar is not None or request.engine_request.thinking is not None
+        if (
+            is_guided
+            or not (request.samples_tokens and request.is_forked and sequence.on_worker)
+            or sequence.num_uncomputed_tokens != 1
+        ):
             return 0
         room = max(request.max_total_tokens - sequence.num_tokens - 1, 0)
         sequence.draft_token_ids = tuple(token_ids[:room])
         sequence.num_tentative_tokens += len(sequence.draft_token_ids)
         return len(sequence.draft_token_ids)
-
-    def can_schedule_ahead(self) -> bool:
-        """Whether another step may be planned before the result of the last one planned is known.
-
-        Not if that computes nothing, nor if its result decides more than which expected tokens of a sequence become
-        final, and whether it ends.
-        """
-        step = self._in_flight.newest
-        if step.plan.forks or not step.plan.num_scheduled_tokens:
-            return False
-        for sequence, num_final in step.scheduled:
-            if sequence.is_live:
-                request = sequence.request
-                if request.owes_prompt_logprobs or (num_final and not request.is_plain):
-                    return False
-        return True
-
-    def has_room_ahead(self) -> bool:
-        """See `Admission.has_room_ahead`."""
-        return self.admission.has_room_ahead()
 
     def closing_plan(self) -> SchedulerOutput:
         """Return a last plan that writes to disk what is cached; an empty one without a disk tier.
@@ -190,7 +178,7 @@ class Scheduler:
         No step may be in flight: what it computes has its hashes already.
         """
         self.kv.store_all()
-        return Plan(0, self._in_flight).finish([], [], self.kv.take_transfers(), waits_for_loads=False)
+        return PlanBuilder(0, self._in_flight).finish([], [], self.kv.take_transfers(), waits_for_loads=False)
 
     # ---- results ----
 
@@ -207,14 +195,14 @@ class Scheduler:
             outputs, self.requests.outputs = self.requests.outputs + outputs, []
         return outputs
 
-    def _process_step(self, step: StepInFlight, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
+    def _process_step(self, step: ScheduledStep, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
         self.planner.processed(step)
         if output.loaded:
             self._finish_loads(output.loaded)
         plan = step.plan
-        for sequence, num_final in step.scheduled:
+        for sequence, max_sampled in step.scheduled:
             if sequence.is_live:
-                self._process(sequence, num_final, plan, output, outputs)
+                self._process(sequence, max_sampled, plan, output, outputs)
             else:
                 self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
 
@@ -230,24 +218,24 @@ class Scheduler:
     def _process(
         self,
         sequence: Sequence,
-        num_final: int,
+        max_sampled: int,
         plan: SchedulerOutput,
         output: ModelOutput,
         outputs: list[SequenceOutput],
     ) -> None:
         """Apply one sequence's results, and append its output, if it has any, to `outputs`.
 
-        `num_final` tokens may have become final at most, see `StepInFlight`. The sequence may have been preempted since
-        the step was planned, and then waits with what it has.
+        `max_sampled` is that of `ScheduledStep`. The sequence may have been preempted since the step was planned, and
+        then waits with what it has.
         """
         request, sequence_id = sequence.request, sequence.sequence_id
         if output.errors and sequence_id in output.errors:
             self._fail(sequence, output.errors[sequence_id], outputs, refused=sequence_id in output.refused)
             return
         if not request.samples_tokens:
-            if num_final and request.beam is not None:
+            if max_sampled and request.beam is not None:
                 self._process_beam(sequence, output, outputs)
-            elif num_final:
+            elif max_sampled:
                 self._process_pooled(sequence, output, outputs)
             return
         prompt_logprobs = None
@@ -255,7 +243,7 @@ class Scheduler:
             start = sequence.num_computed_tokens - plan.num_scheduled_tokens.get(sequence_id, 0)
             prompt_logprobs = self._new_prompt_logprobs(request, start, output.prompt_logprobs[sequence_id])
         sampled = output.sampled_token_ids.get(sequence_id) or []
-        if bool(sampled) != (num_final > 0):
+        if bool(sampled) != (max_sampled > 0):
             raise QuireError(f"the model returned {len(sampled)} tokens for {sequence!r}")
         status = None
         num_before, num_sampled = len(sequence.token_ids), len(sampled)
@@ -292,10 +280,10 @@ class Scheduler:
                     entry.stop_reason = stop_reason(sequence)
             outputs.append(entry)
         if num_taken:
-            if num_sampled == num_final and status is None:
-                sequence.num_tentative_tokens -= num_final
+            if num_sampled == max_sampled and status is None:
+                sequence.num_tentative_tokens -= max_sampled
             elif sequence.num_tentative_tokens or sequence.num_computed_tokens > num_before:
-                self._roll_back(sequence, num_before + min(num_sampled, num_final) - 1)
+                self._roll_back(sequence, num_before + min(num_sampled, max_sampled) - 1)
             if sequence.num_computed_tokens > num_before:
                 self.kv.commit(sequence, num_before)
         if status is not None:
@@ -330,7 +318,7 @@ class Scheduler:
         request = sequence.request
         if not refused and request.status is not RequestStatus.RUNNING:
             self.kv.reset_prefix_cache()  # its blocks were given back with their hashes when it was preempted
-        if request.beam is not None or not request.forked:
+        if request.beam is not None or not request.is_forked:
             for beam in request.sequences:
                 self.kv.free(beam, forget=not refused)
             status = RequestStatus.FINISHED_IGNORED if refused else RequestStatus.FINISHED_ERROR
@@ -462,7 +450,7 @@ class Scheduler:
                 num_tables += num_slots > 0
                 if num_slots < sequence.num_computed_tokens:
                     raise QuireError(f"{sequence!r} has {num_slots} slots")
-            if request.num_left == 0 and not self._in_flight:
+            if request.num_uncomputed_tokens == 0 and not self._in_flight:
                 raise QuireError(f"{request!r} has nothing to compute")
         for request in self.requests:
             for sequence in request.sequences:
@@ -478,7 +466,9 @@ class Scheduler:
 
 def _adapters(requests: Iterable[Request]) -> list[str]:
     """Return the names of their LoRA adapters."""
-    return sorted({request.spec.lora.lora_name for request in requests if request.spec.lora is not None})
+    return sorted(
+        {request.engine_request.lora.lora_name for request in requests if request.engine_request.lora is not None}
+    )
 
 
 def create_scheduler(

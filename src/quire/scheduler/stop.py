@@ -27,8 +27,8 @@ def check_stop(sequence: Sequence, token_id: int) -> RequestStatus | None:
 def stop_reason(sequence: Sequence) -> int | None:
     """Return the last token id if it is one of `stop_token_ids`; None for an EOS of the model."""
     last = sequence.token_ids[-1]
-    return last if last in (sequence.request.spec.sampling_params.stop_token_ids or ()) else None
+    return last if last in (sequence.request.engine_request.sampling_params.stop_token_ids or ()) else None
 
 
 def _has_min_tokens(sequence: Sequence) -> bool:
-    return sequence.num_output_tokens >= sequence.request.spec.sampling_params.min_tokens
+    return sequence.num_output_tokens >= sequence.request.engine_request.sampling_params.min_tokens

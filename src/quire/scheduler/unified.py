@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from quire.scheduler.admission import WINDOW, Admission, Plan
-from quire.scheduler.in_flight import StepInFlight
+from quire.scheduler.admission import WINDOW, Admission, PlanBuilder
+from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
 # Of a step's budget, prompts too long for a step get one part in LONG_PROMPT_SHARE, but LONG_PROMPT_MIN tokens at
@@ -59,20 +59,20 @@ class UnifiedPlanner:
     def refusal(self, request: Request) -> str | None:
         return self.admission.refusal(request)
 
-    def processed(self, step: StepInFlight) -> None:
+    def processed(self, step: ScheduledStep) -> None:
         """See `Planner`; how long steps take makes no difference."""
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: PlanBuilder) -> None:
         """Fill `plan`: running requests first, then waiting ones."""
         if self.admission.policy.preempts:
-            self._make_room(plan)
+            self._preempt_for_priority(plan)
         self._schedule_running(plan)
         if not plan.out_of_blocks:
             self._schedule_waiting(plan)
 
     # ---- shares ----
 
-    def _max_tokens(self, sequence: Sequence, plan: Plan) -> int:
+    def _max_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
         """Return how many of its prompt's tokens `sequence` may compute; shares are made when the first one asks."""
         most = min(plan.budget, self.admission.max_tokens_per_sequence)
         if self.whole_prompts:
@@ -81,7 +81,7 @@ class UnifiedPlanner:
             plan.shares = self._share(plan)
         return min(most, plan.shares.get(sequence.sequence_id, most))
 
-    def _share(self, plan: Plan) -> dict[str, int]:
+    def _share(self, plan: PlanBuilder) -> dict[str, int]:
         """Return how many tokens each prompt may compute, by sequence id; nothing if there is enough for all.
 
         Of waiting requests those count that could begin in this step.
@@ -92,15 +92,15 @@ class UnifiedPlanner:
             for sequence in request.sequences:
                 if sequence.sequence_id in plan.num_scheduled:
                     continue
-                num_left = sequence.num_left
-                if num_left > 1 and not sequence.draft_token_ids:
-                    prompts.append((sequence.sequence_id, num_left))
+                num_uncomputed_tokens = sequence.num_uncomputed_tokens
+                if num_uncomputed_tokens > 1 and not sequence.draft_token_ids:
+                    prompts.append((sequence.sequence_id, num_uncomputed_tokens))
                 else:
-                    num_decode_tokens += num_left
+                    num_decode_tokens += num_uncomputed_tokens
         budget = max(plan.budget - num_decode_tokens, 1)
         num_running = len(prompts)
         if self._may_admit(plan):
-            num_sequences = self._requests.num_running_sequences
+            num_sequences = self._requests.num_reserved_slots
             for request in self._candidates():
                 num_sequences += request.num_sequences
                 if num_sequences > self.admission.max_num_seqs:
@@ -108,15 +108,15 @@ class UnifiedPlanner:
                 if request.status is not RequestStatus.SWAPPED:
                     first = request.sequences[0]
                     prompts.append((first.sequence_id, first.num_tokens))
-        if sum(num_left for _, num_left in prompts) <= budget:
+        if sum(num_uncomputed_tokens for _, num_uncomputed_tokens in prompts) <= budget:
             return {}
         # Prompts still waiting were counted in full; what the cache holds of them makes them shorter.
         for index in range(num_running, len(prompts)):
-            name, num_left = prompts[index]
-            prompts[index] = (name, max(num_left - self._expected_hit(name), 1))
+            name, num_uncomputed_tokens = prompts[index]
+            prompts[index] = (name, max(num_uncomputed_tokens - self._expected_hit(name), 1))
         shares = share_tokens(
             budget,
-            [num_left for _, num_left in prompts],
+            [num_uncomputed_tokens for _, num_uncomputed_tokens in prompts],
             self.admission.max_tokens_per_sequence,
             self._long_prompt_tokens,
         )
@@ -133,7 +133,7 @@ class UnifiedPlanner:
 
     # ---- running requests ----
 
-    def _make_room(self, plan: Plan) -> None:
+    def _preempt_for_priority(self, plan: PlanBuilder) -> None:
         """Preempt running requests of lower rank than the first waiting one, while that does not fit."""
         head, running = self._requests.waiting.peek(), self._requests.running
         while head is not None and running and _outranks(head, running[-1]) and not self._fits(head):
@@ -143,9 +143,9 @@ class UnifiedPlanner:
         admission, kv = self.admission, self._kv
         if not admission.adapter_fits(request):
             # Others give way for that if it helps: those that stay must leave room for its adapter.
-            staying = [r for r in self._requests.running if r.spec.lora and not _outranks(request, r)]
-            return len({r.spec.lora_int_id for r in staying}) >= admission.max_loras
-        if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
+            staying = [r for r in self._requests.running if r.engine_request.lora and not _outranks(request, r)]
+            return len({r.engine_request.lora_int_id for r in staying}) >= admission.max_loras
+        if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
             return False
         if request.status is RequestStatus.SWAPPED:
             return admission.can_swap_in(request, admission.watermark_blocks) is not False
@@ -153,7 +153,7 @@ class UnifiedPlanner:
         num_cached = kv.find_prefix(first).num_tokens // kv.block_size
         return kv.num_blocks_for(first.num_tokens) - num_cached + admission.watermark_blocks <= kv.pool.num_free
 
-    def _schedule_running(self, plan: Plan) -> None:
+    def _schedule_running(self, plan: PlanBuilder) -> None:
         """Give every running sequence its next tokens, preempting from the end while blocks are missing.
 
         A prompt, and drafts, leave one token of the budget to each sequence behind, so that decodes never wait.
@@ -169,28 +169,32 @@ class UnifiedPlanner:
             if may_offload and not self._may_decode(request, running[index:], plan):
                 num_behind -= len(sequences)
                 continue
-            if len(sequences) > 1 and not admission.make_room(
+            if len(sequences) > 1 and not admission.ensure_blocks(
                 request, sequences, partial(self._preempt_last, request, plan)
             ):
                 index -= 1  # it was preempted or ended
                 continue
             for sequence in sequences:
                 num_behind -= 1
-                num_left = len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
-                num_new = num_left
-                if num_left > 1:
-                    num_new = min(num_left, max(plan.budget - num_behind, 1), self._max_tokens(sequence, plan))
+                num_uncomputed_tokens = (
+                    len(sequence.token_ids) + sequence.num_tentative_tokens - sequence.num_computed_tokens
+                )
+                num_new = num_uncomputed_tokens
+                if num_uncomputed_tokens > 1:
+                    num_new = min(
+                        num_uncomputed_tokens, max(plan.budget - num_behind, 1), self._max_tokens(sequence, plan)
+                    )
                 if num_new and not (
-                    (sequence.on_worker and admission.give(sequence, num_new, plan))
+                    (sequence.on_worker and admission.schedule_tokens(sequence, num_new, plan))
                     or self._continue(sequence, num_new, plan)
                 ):
                     return
-                if num_new < num_left:
+                if num_new < num_uncomputed_tokens:
                     plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
                 if plan.budget <= 0:
                     break
 
-    def _may_decode(self, request: Request, behind: list[Request], plan: Plan) -> bool:
+    def _may_decode(self, request: Request, behind: list[Request], plan: PlanBuilder) -> bool:
         """Whether `request` may compute in this step for all the layerwise blocks it has."""
         layerwise = self._kv.layerwise
         if not layerwise.in_use or not all(sequence.is_decoding for sequence in request.sequences):
@@ -202,17 +206,17 @@ class UnifiedPlanner:
             num_reserved=self.admission.watermark_blocks,
         )
 
-    def _continue(self, sequence: Sequence, num_new: int, plan: Plan) -> bool:
+    def _continue(self, sequence: Sequence, num_new: int, plan: PlanBuilder) -> bool:
         """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted.
 
         Nobody is preempted for the sake of drafts: these are given up first.
         """
         request, admission, running = sequence.request, self.admission, self._requests.running
-        give = admission.give if self._kv.has_blocks(sequence) else admission.begin
+        give = admission.schedule_tokens if self._kv.has_blocks(sequence) else admission.start
         while not give(sequence, num_new, plan):
             if sequence.draft_token_ids:
                 sequence.drop_drafts()
-                num_new = min(num_new, sequence.num_left)
+                num_new = min(num_new, sequence.num_uncomputed_tokens)
                 continue
             if len(request.sequences) > 1 and running[-1] is request:
                 # There is room for one token each; one that was preempted and has more to compute waits for the
@@ -227,7 +231,7 @@ class UnifiedPlanner:
                 return False
         return True
 
-    def _preempt_last(self, request: Request, plan: Plan) -> bool:
+    def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
         """Preempt the last running request for want of blocks; return whether it was another than `request`."""
         victim = self._requests.running[-1]
         plan.out_of_blocks = True
@@ -244,11 +248,11 @@ class UnifiedPlanner:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
-    def _may_admit(self, plan: Plan) -> bool:
+    def _may_admit(self, plan: PlanBuilder) -> bool:
         """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
         return bool(self._requests.waiting) and not plan.out_of_blocks and self._blocked != self.admission.state()
 
-    def _schedule_waiting(self, plan: Plan) -> None:
+    def _schedule_waiting(self, plan: PlanBuilder) -> None:
         """Admit waiting requests in order while there are slots, budget and blocks.
 
         One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
@@ -259,7 +263,7 @@ class UnifiedPlanner:
             return
         is_blocked, all_tried = False, True
         for request in self._candidates():
-            if plan.budget <= 0 or self._requests.num_running_sequences >= admission.max_num_seqs:
+            if plan.budget <= 0 or self._requests.num_reserved_slots >= admission.max_num_seqs:
                 return
             first = request.sequences[0]
             if self.whole_prompts and first.num_tokens > plan.budget:
@@ -277,13 +281,13 @@ class UnifiedPlanner:
         if is_blocked and all_tried and not plan.num_promised_blocks:
             self._blocked = admission.state()
 
-    def _admit(self, request: Request, plan: Plan) -> bool | None:
+    def _admit(self, request: Request, plan: PlanBuilder) -> bool | None:
         """Start or resume `request` if all its known tokens fit beside what sequences in the plan still need.
 
         Returns whether it did; None if that is no reason to block others: it waits for the disk, or was ended.
         """
         admission, kv = self.admission, self._kv
-        if self._requests.num_running_sequences + request.num_sequences > admission.max_num_seqs:
+        if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
             return False
         num_reserved = (request.num_sequences - 1) * len(kv.windows)
         if self._requests.running:
@@ -295,7 +299,7 @@ class UnifiedPlanner:
         if admission.waits_for_disk(request, hit):
             return None
         num_tokens = first.num_tokens
-        if not admission.begin(first, self._max_tokens(first, plan), plan, num_reserved, hit):
+        if not admission.start(first, self._max_tokens(first, plan), plan, num_reserved, hit):
             if admission.is_alone(request):
                 admission.finish_infeasible(request, kv.num_blocks_for(num_tokens) + num_reserved)
                 return None
@@ -305,17 +309,17 @@ class UnifiedPlanner:
             plan.num_promised_blocks += admission.num_blocks_after(first, first.num_computed_tokens)
         for sibling in request.sequences[1:]:
             if plan.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
-                admission.begin(sibling, min(plan.budget, admission.max_tokens_per_sequence), plan)
+                admission.start(sibling, min(plan.budget, admission.max_tokens_per_sequence), plan)
         return True
 
 
 def _outranks(waiting: Request, running: Request) -> bool:
     """Whether a waiting request may take the place of a running one, which ageing has not moved ahead of it."""
-    return running.spec.priority > waiting.spec.priority and running.order_key > waiting.order_key
+    return running.engine_request.priority > waiting.engine_request.priority and running.order_key > waiting.order_key
 
 
-def share_tokens(budget: int, num_left: list[int], most: int, long_chunk: int) -> list[int]:
-    """Return how many of `budget` tokens each prompt may compute that has `num_left` tokens left, at most `most`.
+def share_tokens(budget: int, num_tokens: list[int], most: int, long_chunk: int) -> list[int]:
+    """Return how many of `budget` tokens each prompt may compute that lacks `num_tokens`, at most `most`.
 
     The prompts are in order of age, the oldest first.
 
@@ -327,29 +331,29 @@ def share_tokens(budget: int, num_left: list[int], most: int, long_chunk: int) -
       the step is over soon for requests that arrive meanwhile. Steps are shorter then, not emptier: no
       work is lost.
     """
-    shares = [0] * len(num_left)
-    order = sorted(range(len(num_left)), key=num_left.__getitem__)
-    reserved = min(num_left[0], most, -(-budget // OLDEST_SHARE))
+    shares = [0] * len(num_tokens)
+    order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__)
+    reserved = min(num_tokens[0], most, -(-budget // OLDEST_SHARE))
     num_ending = 0
     for index in order:
         reserved = 0 if index == 0 else reserved
-        if num_left[index] > min(most, budget - reserved - num_ending):
+        if num_tokens[index] > min(most, budget - reserved - num_ending):
             break
-        shares[index] = num_left[index]
-        num_ending += num_left[index]
+        shares[index] = num_tokens[index]
+        num_ending += num_tokens[index]
     if num_ending:
         left = min(budget - num_ending, max(num_ending // (OLDEST_SHARE - 1), budget // UNFINISHED_SHARE, 1))
-    elif num_left[order[0]] > budget:
+    elif num_tokens[order[0]] > budget:
         left = min(budget, long_chunk)
     else:
         left = budget
     unfinished = [index for index in order if not shares[index]]
     if 0 in unfinished:
         part = left if num_ending or len(unfinished) == 1 else -(-left // OLDEST_SHARE)
-        shares[0] = min(num_left[0], most, part)
+        shares[0] = min(num_tokens[0], most, part)
         left -= shares[0]
     for index in unfinished:
-        extra = min(min(num_left[index], most) - shares[index], left)
+        extra = min(min(num_tokens[index], most) - shares[index], left)
         shares[index] += extra
         left -= extra
     return shares

@@ -80,14 +80,14 @@ def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict
 def _summarize_request(scheduler: Scheduler, request: Request, queue: str) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "tenant": request.spec.tenant,
+        "tenant": request.engine_request.tenant,
         "queue": queue,
         "sequences": len(request.sequences),
         "prompt_tokens": request.num_prompt_tokens,
         "tokens_done": sum([sequence.num_computed_tokens for sequence in request.sequences]),
-        "tokens_left": request.num_left,
+        "tokens_left": request.num_uncomputed_tokens,
         "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
-        "max_tokens": request.spec.max_tokens * len(request.sequences),
+        "max_tokens": request.engine_request.max_tokens * len(request.sequences),
         "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
         "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
         "preemptions": request.num_preemptions,
@@ -114,7 +114,7 @@ def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.num_prompt_tokens,
-        "priority": request.spec.priority,
+        "priority": request.engine_request.priority,
         "preemptions": request.num_preemptions,
         "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
         "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
@@ -122,7 +122,7 @@ def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
             {
                 "sequence_id": sequence.sequence_id,
                 "tokens_done": sequence.num_computed_tokens,
-                "tokens_left": sequence.num_left,
+                "tokens_left": sequence.num_uncomputed_tokens,
                 "blocks": scheduler.kv.num_allocated_blocks((sequence,)),
             }
             for sequence in request.sequences

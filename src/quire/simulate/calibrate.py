@@ -32,11 +32,11 @@ from quire.simulate.fit import Measured, fit_device, fit_host
 from quire.simulate.trace import Synthetic, draw
 from quire.step import (
     BlockTransfer,
+    CompletedOutput,
     ContinuingSequenceData,
-    Done,
     KVCacheSpec,
     NewSequenceData,
-    Pending,
+    PendingOutput,
     SchedulerOutput,
     Tier,
     TransferOp,
@@ -241,13 +241,13 @@ class TimedExecutor(Executor):
         """Return enough for any number of blocks: they are allocated."""
         return 2**62
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Execute the step and measure it."""
         contents, _ = self._reader.read(step)
         before = self._clock()
         result = self._inner.execute(step)
         self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
-        return Done(result)
+        return CompletedOutput(result)
 
 
 def measure_moves(executor: TimedExecutor, count: int) -> float:

@@ -9,7 +9,7 @@ from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
 from quire.simulate.driver import VirtualClock
 from quire.simulate.trace import OWN_TOKENS
-from quire.step import Done, KVCacheSpec, ModelOutput, Pending, SchedulerOutput
+from quire.step import CompletedOutput, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput
 
 SAMPLED_TOKENS = 3 * 2**30  # ids from here on are sampled ones: no prompt has them
 assert SAMPLED_TOKENS > OWN_TOKENS
@@ -81,7 +81,7 @@ class SimulatedExecutor(Executor):
         """The same in every run."""
         return b"simulation"
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Let the step's time pass; sample every sequence whose last known token is computed in it."""
         contents, sampled = self._reader.read(step)
         seconds = self._cost.seconds(contents)
@@ -90,7 +90,9 @@ class SimulatedExecutor(Executor):
         self.num_new_shapes += contents.is_new_shape
         if self._observer is not None:
             self._observer(step, contents, seconds)
-        return Done(ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(step.loading_block_ids, True)))
+        return CompletedOutput(
+            ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(step.loading_block_ids, True))
+        )
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,4 +1,4 @@
-"""`DiskTier`: the worker half of the disk tier, and its threads, so that no step waits for the disk unless it must.
+"""`DiskTierWorker`: the worker half of the disk tier. Its threads see to it that no step waits without need.
 
 One thread writes, in the order of the stores; a few read and verify. None of them touches the KV cache: what was read
 waits here until the engine's thread fetches it, for only there is it known that no kernel runs (and on a GPU, only
@@ -33,7 +33,7 @@ Payload = Callable[[], np.ndarray]  # waits until the block, uint8 [block_nbytes
 PendingStore = tuple[int, bytes, Payload]  # slot, header, block
 
 
-class DiskTier:
+class DiskTierWorker:
     """See `WorkerTier`; keys are slots of `store`, which `close` closes.
 
     Args:

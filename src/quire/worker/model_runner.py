@@ -20,12 +20,12 @@ from quire.sampling.metadata import Bitmask
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import REQUEST_ERRORS, PendingSample, Sampler, SamplerOutput, pack_logprobs
 from quire.step import (
-    Done,
+    CompletedOutput,
     ForkData,
     KVCacheGroup,
     LayerKVSpec,
     ModelOutput,
-    Pending,
+    PendingOutput,
     SchedulerOutput,
     TokenTopLogprobs,
 )
@@ -66,7 +66,7 @@ class LogitsRows:
 
 
 class RunningStep:
-    """One step from its submission to its result; see `step.Pending`.
+    """One step from its submission to its result; see `step.PendingOutput`.
 
     Attributes:
         plan, output: what was submitted, and what is known of its result.
@@ -222,7 +222,7 @@ class ModelRunner:
         found = [caches[layer] for layer in sorted(caches)]
         return found + [LayerCache(layer.cache, 0, layer) for layer in (self.offload.layers if self.offload else ())]
 
-    def submit(self, plan: SchedulerOutput) -> Pending:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Apply the step's changes and begin to compute it.
 
         Sampled tokens stay on the device, and the next step starts from them there, unless the host has a part in one
@@ -237,7 +237,7 @@ class ModelRunner:
             self.pooler.apply(plan)
         self.states.fork(plan.forks, self.batch.row_of, samples=False)
         if not plan.num_scheduled_tokens:
-            return Done(output)
+            return CompletedOutput(output)
         while len(self._in_flight) > 1 or (self._in_flight and not self._in_flight[0].launched):
             self._in_flight[0].result()  # so that the host knows all tokens of a sequence but one
         step = RunningStep(self._finish, plan, output)

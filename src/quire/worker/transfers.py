@@ -17,7 +17,7 @@ import numpy as np
 from quire.kernels.backend import Backend, HostBlocks, KVCache, LayerwiseOffload
 from quire.step import BlockTransfer, SchedulerOutput, Tier, TransferOp
 from quire.worker.disk_store import DiskStore
-from quire.worker.disk_tier import DiskTier
+from quire.worker.disk_tier import DiskTierWorker
 
 _COPY, _STORE, _LOAD, _CLEAR = TransferOp
 
@@ -53,7 +53,7 @@ class WorkerTier(Protocol):
         """Finish stores, give up loads, give back memory and files. Once more is no error."""
 
 
-class HostTier(WorkerTier):
+class HostTierWorker(WorkerTier):
     """Swap space and prefix cache in host memory; keys are blocks of the pool. Loads are synchronous."""
 
     def __init__(self, blocks: HostBlocks) -> None:
@@ -162,8 +162,8 @@ class BlockTransfers:
         self._leaves_device = num_host_blocks > 0 or store is not None
         self._tiers: dict[Tier, WorkerTier] = {}
         if store is not None:
-            self._tiers[Tier.DISK] = DiskTier(store, self._host)
-        self._tiers[Tier.HOST] = HostTier(self._host)
+            self._tiers[Tier.DISK] = DiskTierWorker(store, self._host)
+        self._tiers[Tier.HOST] = HostTierWorker(self._host)
 
     def apply(self, step: SchedulerOutput) -> dict[int, bool]:
         """Do the transfers of `step`; return the asynchronous loads that ended since the last call.

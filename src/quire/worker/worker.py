@@ -22,7 +22,7 @@ from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
-from quire.step import KVCacheGroup, KVCacheSpec, Pending, SchedulerOutput
+from quire.step import KVCacheGroup, KVCacheSpec, PendingOutput, SchedulerOutput
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
@@ -220,7 +220,7 @@ class Worker:
         """Return the key of the disk tier's block hashes; None without a disk tier."""
         return None if self._store is None else self._store.hash_key
 
-    def submit(self, step: SchedulerOutput) -> Pending:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Begin a step; see `Executor`."""
         assert self.runner is not None, "allocate() comes before submit()"
         return self.runner.submit(step)
