@@ -45,7 +45,7 @@ def load(folder: Path, family: str, **config: Any) -> Any:
         ("glm4_moe", {"n_group": 3}, "n_group is 3 (expected a divisor of n_routed_experts, 8)"),
         ("glm4_moe", {"n_group": 4, "topk_group": 5}, "topk_group is 5 (expected an integer from 1 to 4)"),
         ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok is 3 (expected an integer from 1"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0 (expected null: values are not clipped)"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0 (expected null)"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is True (expected false)"),
     ],
 )

@@ -8,10 +8,9 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.rope import RopeParameters
 from quire.layers.builder import Builder
 from quire.layers.mla import LatentAttention, LatentSizes
-from quire.layers.moe import MoEOptions
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.decoder import DecoderOptions
-from quire.models.experts import corrected_experts, first_layers_dense, read_routing
+from quire.models.experts import corrected_experts, first_layers_dense, read_experts, read_routing, with_shared
 
 NORM_EPS = 1e-6  # of the norms of the two latent vectors, whatever config.json says of the others
 
@@ -26,22 +25,16 @@ def deepseek_v2(info: ModelInfo) -> DecoderOptions:
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", "greedy or group_limited_greedy")
-    inner = fields.integer("moe_intermediate_size", low=1)
-    moe = MoEOptions(
-        routing=read_routing(
-            fields,
-            "n_routed_experts",
-            grouped=method == "group_limited_greedy",
-            group_score="max",
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
-        inner_size=inner,
-        hidden_act=info.hidden_act,
-        shared_size=inner * fields.integer("n_shared_experts", 0),
-        dense_layers=dense_layers(info),
+    routing = read_routing(
+        fields,
+        "n_routed_experts",
+        grouped=method == "group_limited_greedy",
+        group_score="max",
+        scale=fields.number("routed_scaling_factor", 1.0),
     )
+    experts = read_experts(info, routing, dense_layers=dense_layers(info))
     return DecoderOptions(
-        moe=moe,
+        moe=with_shared(experts, fields.integer("n_shared_experts", 0)),
         qkv_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
         interleaved=True,

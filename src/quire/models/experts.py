@@ -1,7 +1,9 @@
-"""Reading the routing of experts from config.json, checked before anything is built."""
+"""Reading the experts of a model from config.json, checked before anything is built."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.files import Fields
@@ -10,6 +12,7 @@ from quire.kernels.experts import RoutingParams
 from quire.layers.moe import MoEOptions
 
 MAX_EXPERTS = 8192
+DENSE_SIZE = "intermediate_size"  # the key of the size of dense layers, which some families have for experts
 
 
 def read_routing(
@@ -38,28 +41,44 @@ def read_routing(
     )
 
 
+def read_experts(
+    info: ModelInfo, routing: RoutingParams, *, size: str = "moe_intermediate_size", **options: Any
+) -> MoEOptions:
+    """Return experts whose inner size is the value of key `size`; `options` are the rest of `MoEOptions`."""
+    inner = info.fields.integer(size, low=1)
+    return MoEOptions(routing=routing, inner_size=inner, hidden_act=info.hidden_act, **options)
+
+
+def require(fields: Fields, **expected: bool | None) -> None:
+    """Raise ModelError unless each of these keys is absent or has this value: others are not supported."""
+    for key, value in expected.items():
+        if fields.values.get(key) not in (None, value):
+            raise fields.error(key, json.dumps(value))
+
+
 def corrected_experts(info: ModelInfo, dense_layers: frozenset[int], *, num_shared: int) -> MoEOptions:
     """Return DeepSeek-V3's experts, which other families have, too: scores are sigmoids, corrected for the choice.
 
     `num_shared`: the number of shared experts, if config.json does not give it.
     """
     fields = info.fields
-    inner = fields.integer("moe_intermediate_size", low=1)
-    return MoEOptions(
-        routing=read_routing(
-            fields,
-            "n_routed_experts",
-            grouped=True,
-            scoring="sigmoid",
-            renormalize=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
-        inner_size=inner,
-        hidden_act=info.hidden_act,
-        correction=True,
-        shared_size=inner * fields.integer("n_shared_experts", num_shared),
-        dense_layers=dense_layers,
+    routing = read_routing(
+        fields,
+        "n_routed_experts",
+        grouped=True,
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
     )
+    return with_shared(
+        read_experts(info, routing, correction=True, dense_layers=dense_layers),
+        fields.integer("n_shared_experts", num_shared),
+    )
+
+
+def with_shared(experts: MoEOptions, number: int) -> MoEOptions:
+    """Return the same with so many shared experts, each as large as a routed one."""
+    return replace(experts, shared_size=number * experts.inner_size)
 
 
 def first_layers_dense(fields: Fields, num_layers: int) -> frozenset[int]:

@@ -13,6 +13,7 @@ from quire.checkpoint.files import Fields
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.attention import alibi_slopes
 from quire.models.decoder import INV_FREQ, DecoderNames, DecoderOptions
+from quire.models.experts import require
 
 LAYER_NORMS = DecoderOptions(norm="layer")
 BIASES = replace(LAYER_NORMS, qkv_bias=True, output_bias=True, mlp_bias=True)
@@ -32,8 +33,7 @@ BLOOM = DecoderNames(
 def gpt2(info: ModelInfo) -> DecoderOptions:
     """GPT-2 (Radford et al. 2019): learned positions, a fused q/k/v projection, linear weights stored as [in, out]."""
     fields = info.fields
-    if fields.flag("add_cross_attention", False):
-        raise fields.error("add_cross_attention", "false: only the decoder-only model is supported")
+    require(fields, add_cross_attention=False)
     scale = info.head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     return replace(
@@ -149,8 +149,7 @@ def gpt_neox(info: ModelInfo) -> DecoderOptions:
 
 def bloom(info: ModelInfo) -> DecoderOptions:
     """BLOOM (BigScience 2022): ALiBi, a norm on the embedding; queries, keys and values stored head by head."""
-    if info.fields.flag("apply_residual_connection_post_layernorm", False):
-        raise info.fields.error("apply_residual_connection_post_layernorm", "false")
+    require(info.fields, apply_residual_connection_post_layernorm=False)
     return replace(
         BIASES,
         names=replace(BLOOM, embedding_norm="word_embeddings_layernorm"),
@@ -199,19 +198,12 @@ def mpt(info: ModelInfo) -> DecoderOptions:
     """MPT (MosaicML 2023): ALiBi, no biases anywhere. Only the variant of the published base models is supported."""
     fields = info.fields
     attention = fields.inner("attn_config") or Fields({}, fields.path, "attn_config")
-    if not fields.flag("no_bias", True):
-        raise fields.error("no_bias", "true")
-    if fields.values.get("logit_scale") is not None:
-        raise fields.error("logit_scale", "null")
+    require(fields, no_bias=True, logit_scale=None)
+    require(attention, alibi=True, qk_ln=False, prefix_lm=False)
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):
         raise fields.error("norm_type", "layernorm or low_precision_layernorm")
     if attention.text("attn_type", "multihead_attention") != "multihead_attention":
         raise attention.error("attn_type", "multihead_attention")
-    if not attention.flag("alibi", True):
-        raise attention.error("alibi", "true")
-    for key in ("qk_ln", "prefix_lm"):
-        if attention.flag(key, False):
-            raise attention.error(key, "false")
     if attention.values.get("clip_qkv"):
         raise attention.error("clip_qkv", "null")
     return replace(
@@ -239,8 +231,7 @@ def mpt(info: ModelInfo) -> DecoderOptions:
 
 def phi(info: ModelInfo) -> DecoderOptions:
     """Phi-1, Phi-1.5 and Phi-2 (Li et al. 2023): parallel layers with one norm, heads rotated in part, and biases."""
-    if info.fields.flag("qk_layernorm", False):
-        raise info.fields.error("qk_layernorm", "false")  # no published model has them
+    require(info.fields, qk_layernorm=False)  # no published model has them
     return replace(
         BIASES,
         names=DecoderNames(

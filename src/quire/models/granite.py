@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.moe import MoENames, MoEOptions
+from quire.layers.moe import MoENames
 from quire.models.decoder import DecoderOptions
-from quire.models.experts import read_routing
+from quire.models.experts import DENSE_SIZE, read_experts, read_routing
 from quire.models.llama import llama
 
 
@@ -25,12 +25,7 @@ def granite(info: ModelInfo) -> DecoderOptions:
 
 def granite_moe(info: ModelInfo) -> DecoderOptions:
     """Granite 3 MoE (2024): experts in two tensors of all of them, weighted by a softmax over those chosen."""
-    moe = MoEOptions(
-        routing=read_routing(info.fields, "num_local_experts", scoring="softmax_chosen"),
-        inner_size=info.intermediate_size,
-        hidden_act=info.hidden_act,
-        names=MoENames(
-            block="block_sparse_moe", router="router.layer", stacked=("input_linear.weight", "output_linear.weight")
-        ),
-    )
-    return replace(granite(info), moe=moe)
+    routing = read_routing(info.fields, "num_local_experts", scoring="softmax_chosen")
+    stacked = ("input_linear.weight", "output_linear.weight")
+    names = MoENames(block="block_sparse_moe", router="router.layer", stacked=stacked)
+    return replace(granite(info), moe=read_experts(info, routing, size=DENSE_SIZE, names=names))

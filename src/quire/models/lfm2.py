@@ -14,11 +14,11 @@ from quire.kernels.backend import Array, Arrays, AttentionMetadata
 from quire.layers.attention import take_rows
 from quire.layers.builder import Builder, span_of
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.moe import MoENames, MoEOptions
+from quire.layers.moe import MoENames
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.short_conv import ShortConv
 from quire.models.decoder import DecoderAttention, DecoderNames, DecoderOptions, Mixer
-from quire.models.experts import read_routing
+from quire.models.experts import read_experts, read_routing
 from quire.step import LayerStateSpec
 
 NAMES = DecoderNames(
@@ -42,16 +42,16 @@ def lfm2(info: ModelInfo) -> DecoderOptions:
 def lfm2_moe(info: ModelInfo) -> DecoderOptions:
     """All but the first feed-forward layers are mixtures of experts."""
     fields = info.fields
-    moe = MoEOptions(
-        routing=read_routing(
-            fields,
-            "num_experts",
-            scoring="sigmoid",
-            renormalize=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
-        inner_size=fields.integer("moe_intermediate_size", low=1),
-        hidden_act=info.hidden_act,
+    routing = read_routing(
+        fields,
+        "num_experts",
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    moe = read_experts(
+        info,
+        routing,
         correction=fields.flag("use_expert_bias", True),
         dense_layers=frozenset(range(min(info.num_hidden_layers, fields.integer("num_dense_layers", 2)))),
         names=MoENames(block="feed_forward", correction="expert_bias", gate="w1", up="w3", down="w2"),

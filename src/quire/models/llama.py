@@ -9,7 +9,7 @@ from dataclasses import replace
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.moe import MoENames, MoEOptions
 from quire.models.decoder import INV_FREQ, DecoderNames, DecoderOptions
-from quire.models.experts import read_routing
+from quire.models.experts import DENSE_SIZE, read_experts, read_routing, require, with_shared
 
 FUSED_MLP = DecoderNames(mlp_input=("gate_up_proj",))
 
@@ -76,22 +76,19 @@ def ernie_moe(info: ModelInfo) -> DecoderOptions:
     Files with biases are refused; layers for multi-token prediction (mtp) are not used.
     """
     fields, layers = info.fields, range(info.num_hidden_layers)
-    if fields.flag("use_bias", False):
-        raise fields.error("use_bias", "false")
+    require(fields, use_bias=False)
     first, step = fields.integer("moe_layer_start_index", 1), fields.integer("moe_layer_interval", 1, low=1)
     last = fields.integer("moe_layer_end_index", -1, low=-1)
-    inner = fields.integer("moe_intermediate_size", low=1)
     sparse = {layer for layer in layers if (layer + 1) % step == 0 and first <= layer <= (last % len(layers))}
-    moe = MoEOptions(
-        routing=read_routing(fields, "moe_num_experts", "moe_k", renormalize=True),
-        inner_size=inner,
-        hidden_act=info.hidden_act,
+    experts = read_experts(
+        info,
+        read_routing(fields, "moe_num_experts", "moe_k", renormalize=True),
         correction=True,
         correction_is_row=True,
-        shared_size=inner * fields.integer("moe_num_shared_experts", 2),
         dense_layers=frozenset(layers) - sparse,
         names=MoENames(correction="moe_statics.e_score_correction_bias"),
     )
+    moe = with_shared(experts, fields.integer("moe_num_shared_experts", 2))
     return DecoderOptions(moe=moe, interleaved=True, ignored_weights=(INV_FREQ, r"^model\.mtp_"))
 
 
@@ -110,13 +107,9 @@ def phi3(info: ModelInfo) -> DecoderOptions:
 
 def minimax_m2(info: ModelInfo) -> DecoderOptions:
     """MiniMax-M2 (MiniMax 2025): norms on all heads together, and 256 experts, chosen by corrected sigmoids."""
-    moe = MoEOptions(
-        routing=read_routing(info.fields, "num_local_experts", scoring="sigmoid", renormalize=True),
-        inner_size=info.intermediate_size,
-        hidden_act=info.hidden_act,
-        correction=True,
-        names=MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias"),
-    )
+    routing = read_routing(info.fields, "num_local_experts", scoring="sigmoid", renormalize=True)
+    names = MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
+    moe = read_experts(info, routing, size=DENSE_SIZE, correction=True, names=names)
     return DecoderOptions(moe=moe, qk_norm="projection")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.moe import MoENames, MoEOptions
+from quire.layers.moe import MoENames
 from quire.models.decoder import DecoderOptions
-from quire.models.experts import read_routing
+from quire.models.experts import DENSE_SIZE, read_experts, read_routing
 
 
 def mistral(info: ModelInfo) -> DecoderOptions:
@@ -19,10 +19,6 @@ def mistral(info: ModelInfo) -> DecoderOptions:
 
 def mixtral(info: ModelInfo) -> DecoderOptions:
     """Mixtral (Jiang et al. 2024): eight experts, two for each token, weighted by a softmax over those two."""
-    moe = MoEOptions(
-        routing=read_routing(info.fields, "num_local_experts", renormalize=True),
-        inner_size=info.intermediate_size,
-        hidden_act=info.hidden_act,
-        names=MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    )
-    return DecoderOptions(moe=moe)
+    routing = read_routing(info.fields, "num_local_experts", renormalize=True)
+    names = MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+    return DecoderOptions(moe=read_experts(info, routing, size=DENSE_SIZE, names=names))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.moe import MoEOptions
 from quire.models.decoder import DecoderNames, DecoderOptions
-from quire.models.experts import read_routing
+from quire.models.experts import DENSE_SIZE, read_experts, read_routing, require
 from quire.models.llama import attention_bias
 
 OUTPUT_NORMS = DecoderNames(
@@ -44,8 +43,6 @@ def exaone4(info: ModelInfo) -> DecoderOptions:
 def olmoe(info: ModelInfo) -> DecoderOptions:
     """OLMoE (Muennighoff et al. 2024): norms on all heads together, and 64 small experts."""
     fields = info.fields
-    if fields.values.get("clip_qkv") is not None:
-        raise fields.error("clip_qkv", "null: values are not clipped")
+    require(fields, clip_qkv=None)
     routing = read_routing(fields, "num_experts", renormalize=fields.flag("norm_topk_prob", False))
-    moe = MoEOptions(routing=routing, inner_size=info.intermediate_size, hidden_act=info.hidden_act)
-    return replace(attention_bias(info), moe=moe, qk_norm="projection")
+    return replace(attention_bias(info), moe=read_experts(info, routing, size=DENSE_SIZE), qk_norm="projection")

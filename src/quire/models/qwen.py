@@ -11,7 +11,7 @@ from quire.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from quire.layers.moe import MoENames, MoEOptions
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.decoder import INV_FREQ, DecoderAttention, DecoderOptions, Mixer
-from quire.models.experts import read_routing
+from quire.models.experts import read_experts, read_routing
 from quire.models.llama import attention_bias
 
 MTP = r"^(model\.)?mtp\."  # layers for multi-token prediction, which are not used
@@ -86,12 +86,9 @@ def _experts(info: ModelInfo) -> MoEOptions:
     if not isinstance(dense, list) or any(layer not in layers for layer in dense):
         raise fields.error("mlp_only_layers", f"a list of layers below {info.num_hidden_layers}")
     step = fields.integer("decoder_sparse_step", 1, low=1)
-    return MoEOptions(
-        routing=read_routing(fields, "num_experts", renormalize=fields.flag("norm_topk_prob", False)),
-        inner_size=fields.integer("moe_intermediate_size", low=1),
-        hidden_act=info.hidden_act,
-        dense_layers=frozenset(dense) | frozenset(layer for layer in layers if (layer + 1) % step),
-    )
+    routing = read_routing(fields, "num_experts", renormalize=fields.flag("norm_topk_prob", False))
+    all_but_nth = frozenset(layer for layer in layers if (layer + 1) % step)
+    return read_experts(info, routing, dense_layers=frozenset(dense) | all_but_nth)
 
 
 def _shared_expert(info: ModelInfo) -> MoEOptions:
