@@ -58,9 +58,8 @@ def test_an_engine_on_a_gpu_says_what_the_cpu_says(
     if not GPU:
         monkeypatch.setattr(GraphOps, "new_recorder", lambda self: TapeRecorder())
     driver = EngineDriver(folder, "cuda", enforce_eager=how == "eager", **OPTIONS)
-    graphs = driver.core.executor.worker.runner.graphs  # type: ignore[attr-defined]
     assert said(driver) == expected
-    stats = graphs.stats()
+    stats = driver.core.executor.worker.backend.graph_stats()  # type: ignore[attr-defined]
     assert stats.failed == 0
     if how == "eager":
         assert stats.recordings == 0
@@ -74,8 +73,8 @@ def test_an_engine_that_idles_has_recorded_what_comes(tmp_path: Path) -> None:
     driver.ask("first", Ask([3, 4, 5], GREEDY, max_tokens=3, stop_ids=()))
     while driver.core.idle():
         pass
-    graphs = driver.core.executor.worker.runner.graphs  # type: ignore[attr-defined]
-    before = graphs.stats()
+    backend = driver.core.executor.worker.backend  # type: ignore[attr-defined]
+    before = backend.graph_stats()
     assert before.recordings >= 2 and before.nbytes >= 0
     for name in ("a", "b"):
         driver.add(name, Ask([3, 4, 5], GREEDY, max_tokens=5, stop_ids=()))

@@ -151,7 +151,7 @@ def test_steps_with_layerwise_blocks_stand_beside_recorded_ones(
     more = [ask([*COMMON, 20 + number], GREEDY, max_tokens=3) for number in range(3)]
     options = {"enforce_eager": False, "enable_prefix_caching": False}
     driver = compare(folder, [one, more, one], MIXED, **options)
-    stats = driver.core.executor.worker.runner.graphs.stats()  # type: ignore[attr-defined]
+    stats = driver.core.executor.worker.backend.graph_stats()  # type: ignore[attr-defined]
     assert stats.recordings and not stats.failed and begun
     driver.close()
 

@@ -86,7 +86,7 @@ def sample(
     source = logits_of() if logits is None else logits
     batch = metadata(params, seeds, state)
     batch.bitmask = mask
-    return Sampler(backend).sample(backend.from_numpy(np.tile(source, (rows, 1))), batch)
+    return Sampler(backend).start(backend.from_numpy(np.tile(source, (rows, 1))), batch).finish()
 
 
 def draws(params: SamplingParams, count: int, **options: Any) -> np.ndarray:
@@ -230,7 +230,7 @@ def test_logits_that_are_not_finite_spoil_no_other_row(name: str) -> None:
     logits = np.tile(logits_of(), (4, 1))
     logits[0, 3], logits[1, :], logits[3, 4] = np.nan, -np.inf, np.inf
     batch = metadata(params, np.full(4, 5))
-    assert Sampler(backend).sample(backend.from_numpy(logits), batch).token_ids[2] == good
+    assert Sampler(backend).start(backend.from_numpy(logits), batch).finish().token_ids[2] == good
 
 
 @pytest.mark.parametrize("device", BACKENDS)
@@ -239,7 +239,7 @@ def test_a_vocabulary_of_one(device: str) -> None:
     for name in ("typical_p", "top_n_sigma", "xtc", "dry", "dynatemp", "mirostat_1", "mirostat_2"):
         params = SamplingParams(**SETTINGS[name])
         batch = metadata_of([params], 1, prompt=[0] * 4, outputs=[[0] * 5])
-        sampled = Sampler(backend).sample(backend.from_numpy(np.array([[2.5]], dtype=np.float32)), batch)
+        sampled = Sampler(backend).start(backend.from_numpy(np.array([[2.5]], dtype=np.float32)), batch).finish()
         assert (sampled.token_ids.tolist(), sampled.errors) == ([0], {})
 
 

@@ -75,7 +75,7 @@ def sample(rows: list[SamplingParams], device: str = "cpu") -> SamplerOutput:
     backend = create_backend(device, "float32", "float32", 1)
     batch = metadata_of(rows, VOCAB, prompt=[1, 2, 3], outputs=[[5, 6]] * len(rows), factories=FACTORIES)
     logits = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (len(rows), 1))
-    return Sampler(backend).sample(backend.from_numpy(logits), batch)
+    return Sampler(backend).start(backend.from_numpy(logits), batch).finish()
 
 
 def asking(*processors: Any, **fields: Any) -> SamplingParams:

@@ -34,7 +34,7 @@ def run(
         stop_ids=stop_ids or [],
         bad_words_ids=bad or [],
     )
-    return Sampler(backend).sample(backend.from_numpy(logits.astype(np.float32)), batch)
+    return Sampler(backend).start(backend.from_numpy(logits.astype(np.float32)), batch).finish()
 
 
 def rising(rows: int) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_a_last_token_that_only_the_device_knows_counts_as_one_that_is_known(dev
     batch.positions = np.arange(8) + 3
     batch.output_ids = [np.array([3, 12], np.int32)] * 8
     batch.device_tokens = DeviceTokens(put(held), places)
-    sampled = Sampler(backend).sample(put(logits.copy()), batch)
+    sampled = Sampler(backend).start(put(logits.copy()), batch).finish()
     assert sampled.token_ids.tolist() == known.token_ids.tolist() and sampled.logprobs == known.logprobs
     assert sampled.token_ids[[0, 4]].tolist() == [46, 49]
 
@@ -155,7 +155,7 @@ def test_the_same_seed_and_position_draw_the_same_token_in_any_batch() -> None:
     for row in range(6):
         batch = metadata_of([params[row]], VOCAB, prompt=[1] * (row + 3), outputs=[[]])
         row_logits = backend.from_numpy(logits[row : row + 1].astype(np.float32))
-        alone.append(int(Sampler(backend).sample(row_logits, batch).token_ids[0]))
+        alone.append(int(Sampler(backend).start(row_logits, batch).finish().token_ids[0]))
     assert together.tolist() == alone
 
 

@@ -82,7 +82,7 @@ def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], fa
     backend = PlainGPU(tape)
     driver = runner(folders[family], backend)
     assert story(driver) == expected
-    stats = driver.runner.graphs.stats()
+    stats = driver.backend.graph_stats()
     assert stats.failed == 0
     assert stats.recordings == len(tape.made)
     assert {len(graphs) > 1 for graphs in tape.made} == {True, False}, "in pieces and whole"
@@ -100,7 +100,7 @@ def test_without_a_recorder_steps_have_their_exact_sizes(folders: dict[str, Path
     driver = runner(folders["llama"], backend)
     assert story(driver) == expected
     assert backend.whole == 0, "lengths are known on the host"
-    assert driver.runner.graphs.stats().recordings == 0
+    assert driver.backend.graph_stats().recordings == 0
 
 
 def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
@@ -117,7 +117,7 @@ def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
     driver = runner(folders["llama"], PlainGPU(TapeRecorder()))
     with caplog.at_level(logging.WARNING):
         assert story(driver) == expected
-    stats = driver.runner.graphs.stats()
+    stats = driver.backend.graph_stats()
     assert stats.failed == 1
     assert stats.recordings > 1
     told = [record.getMessage() for record in caplog.records if "could not be recorded" in record.getMessage()]

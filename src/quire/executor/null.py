@@ -46,11 +46,9 @@ class NullExecutor(Executor):
         self._known: dict[str, _Known] = {}
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """One small layer."""
         return KVCacheSpec([LayerKVSpec(num_kv_heads=1, head_size=8, dtype="float32")])
 
     def available_memory(self) -> int:
-        """One GiB."""
         return 2**30
 
     def sleep(self, level: int) -> int:

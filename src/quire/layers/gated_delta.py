@@ -103,7 +103,6 @@ def _span(heads: range, size: int, start: int = 0) -> range:
 
 
 def _values(heads: range, sizes: DeltaSizes, start: int = 0) -> range:
-    """Return the rows of the value heads of these key heads."""
     return _span(heads, sizes.shared * sizes.value_dim, start)
 
 

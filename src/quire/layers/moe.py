@@ -157,7 +157,6 @@ class ExpertWeights:
 
 
 def _single(builder: Builder, hidden_size: int, options: MoEOptions) -> Expert:
-    """Return the expert whose tensors are below `builder`."""
     names, outer, down = options.names, (options.inner_size, hidden_size), (hidden_size, options.inner_size)
     parts = ((names.gate, outer), (names.up, outer), (names.down, down))
     biases = [builder.get(f"{name}.bias", shape[:1]) for name, shape in parts] if options.expert_bias else []
@@ -165,7 +164,6 @@ def _single(builder: Builder, hidden_size: int, options: MoEOptions) -> Expert:
 
 
 def _stacked(builder: Builder, hidden_size: int, options: MoEOptions) -> Iterator[Expert]:
-    """Yield the experts of the tensors that hold them all."""
     number, inner, (gate_up_name, down_name) = options.routing.num_experts, options.inner_size, options.names.stacked
     outer, down = (2 * inner, hidden_size), (hidden_size, inner)
     if options.transposed:

@@ -92,7 +92,6 @@ class PeftConfig:
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name."""
     return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

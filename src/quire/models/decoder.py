@@ -221,7 +221,6 @@ class DecoderAttention:
         )
 
     def _norms(self, builder: Builder, info: ModelInfo, options: DecoderOptions) -> Any:
-        """Return the norms of queries and of keys, or None."""
         parts = (
             (options.names.query_norm, info.num_attention_heads, self.qkv_proj.heads),
             (options.names.key_norm, info.num_key_value_heads, self.qkv_proj.kv_heads),
@@ -290,13 +289,6 @@ class MLP:
         return self.output(x)
 
 
-def feed_forward(builder: Builder, info: ModelInfo, layer: int, options: DecoderOptions) -> MLP | MoE:
-    """Return the feed-forward layer of a decoder layer: experts where the family has them."""
-    if options.moe is None or layer in options.moe.dense_layers:
-        return MLP(builder.under(options.names.mlp), info, options)
-    return MoE(options.moe.names.under(builder), info.hidden_size, options.moe)
-
-
 def build_norm(builder: Builder, name: str, info: ModelInfo, options: DecoderOptions) -> RMSNorm | LayerNorm:
     """Return a norm of hidden states."""
     if options.norm == "rms":
@@ -351,7 +343,11 @@ class DecoderLayer:
         self.mixer = (options.mixer or DecoderAttention)(builder, info, layer, rotary, options)
         self.attention_output_norm = norm(names.attention_output_norm)
         self.mlp_norm = norm(names.mlp_norm)
-        self.mlp = feed_forward(builder, info, layer, options)
+        self.mlp: MLP | MoE
+        if options.moe is None or layer in options.moe.dense_layers:
+            self.mlp = MLP(builder.under(names.mlp), info, options)
+        else:
+            self.mlp = MoE(options.moe.names.under(builder), info.hidden_size, options.moe)
         self.mlp_output_norm = norm(names.mlp_output_norm)
 
     def __call__(self, positions: Array, hidden: HiddenStates, cache: Any, metadata: AttentionMetadata) -> HiddenStates:

@@ -65,7 +65,6 @@ class TransformersForCausalLM:
         AttentionMaskInterface.register(self._name, lambda *args, **options: None)  # our attention needs no mask
 
     def _skeleton(self) -> Any:
-        """Return the model without weights."""
         import torch
         import transformers
 
@@ -84,7 +83,6 @@ class TransformersForCausalLM:
         return model
 
     def _layer_specs(self, skeleton: Any) -> list[LayerKVSpec]:
-        """Return what each layer caches, from its attention module."""
         info, found = self.info, dict[int, LayerKVSpec]()
         heads = share_of(self.backend, info.num_key_value_heads, "number of key/value heads")
         for module in skeleton.modules():
@@ -133,7 +131,6 @@ class TransformersForCausalLM:
         self._check_logits()
 
     def _check_logits(self) -> None:
-        """Refuse a model that cannot compute logits from hidden states."""
         try:
             self.compute_logits(self.backend.zeros((1, self.info.hidden_size)))
         except (AttributeError, TypeError, RuntimeError) as error:

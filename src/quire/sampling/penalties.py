@@ -161,7 +161,6 @@ class Dry:
         self._num_matched = self._size
 
     def _since_breaker(self, window: np.ndarray) -> int:
-        """Return how many tokens follow the last breaker."""
         fewest = len(window)
         for heads, tail in self._breakers:
             num_starts = len(window) - len(tail)

@@ -51,17 +51,13 @@ class Sampler:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def sample(self, logits: Array, batch: SamplingMetadata) -> SamplerOutput:
-        """Sample from `logits` float32 [R, V], which may be overwritten."""
-        return self.start(logits, batch).finish()
-
     def start(
         self, logits: Array, batch: SamplingMetadata, store: Callable[[Array], Array] = lambda tokens: tokens
     ) -> PendingSample:
-        """Launch what `sample` does. The device is waited for only where a row's state needs the host.
+        """Begin to sample from `logits` float32 [R, V], which may be overwritten.
 
-        `store` is given the tokens on the device; its result is what is fetched, with -1 in rows whose logits are not
-        finite.
+        The device is waited for only where a row's state needs the host. `store` is given the tokens on the device; its
+        result is what is fetched, with -1 in rows whose logits are not finite.
         """
         backend, states = self.backend, batch.states
         if batch.bitmask is None and not states:
@@ -148,7 +144,6 @@ class Sampler:
     def _penalize(
         self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState, TokenCounts]]
     ) -> None:
-        """Apply repetition, presence and frequency penalties."""
         if not rows:
             return
         places = _ids([r for r, _, _ in rows])
@@ -208,7 +203,6 @@ class Sampler:
         return temperature, updates
 
     def _to_host(self, logits: Array, ids: np.ndarray) -> np.ndarray:
-        """Return a numpy copy of rows."""
         return np.array(self.backend.to_numpy(logits[self.backend.from_numpy(ids)]), dtype=np.float32)
 
     def _logprobs(

@@ -328,7 +328,6 @@ def remove_unused_stores(folder: Path, num_bytes: int) -> None:
 
 
 def _usage(store: Path) -> int:
-    """Return the bytes that a store takes on the disk."""
     return sum((store / name).stat().st_blocks * 512 for name in STORE_FILES if (store / name).exists())
 
 

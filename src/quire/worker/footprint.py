@@ -281,7 +281,6 @@ class _Shapes:
         return True
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor without memory."""
         tensor = self._made.get(shape)
         if tensor is None:
             tensor = self._made[shape] = HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
@@ -349,5 +348,4 @@ def _disk_bytes(checkpoint: Checkpoint, names: list[str]) -> Mapping[str, int]:
 
 
 def _num_cores() -> int:
-    """Return how many threads the CPU backend takes by default."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -27,7 +27,7 @@ from quire.kernels.backend import (
     Penalties,
     StepLengths,
 )
-from quire.kernels.steps import GraphStats, StepShape
+from quire.kernels.steps import StepShape
 from quire.layers.lora import LoRASlots
 from quire.models.interface import Model
 from quire.step import ForkData, KVCacheSpec
@@ -168,7 +168,6 @@ class StepGraphs:
                 self._launch_sampling(logits)
 
     def _launch_sampling(self, logits: Array) -> None:
-        """Launch the ops of sampling options."""
         backend, size = self._backend, len(logits)
         place, one = np.zeros(1, np.int64), np.ones(1, np.float32)
         backend.add_bias(logits, place, place, one)
@@ -178,10 +177,6 @@ class StepGraphs:
         backend.top_logprobs(logits, backend.zeros((size,), "int64"), 1)
         chances = np.full(size, 0.5)
         backend.sample(logits, chances, np.full(size, 2), chances, chances, chances)
-
-    def stats(self) -> GraphStats:
-        """Return how many recordings there are, and their cost."""
-        return self._backend.graph_stats()
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if not self._recordable:

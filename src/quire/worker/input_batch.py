@@ -183,7 +183,6 @@ class InputBatch:
         self._set_drafts(row, continuing.draft_token_ids)
 
     def _add_blocks(self, row: int, block_ids: Sequence[list[int]]) -> None:
-        """Append to the block table of each group."""
         for group, ids in enumerate(block_ids):
             if ids:
                 start = self.num_blocks[group, row]

@@ -261,7 +261,6 @@ class Worker:
         return self._spec.groups(self._model_len)
 
     def _open_store(self) -> DiskStore | None:
-        """Open the disk tier, if the config asks for one."""
         cache, model = self.config.cache, self.config.model
         if not cache.kv_disk_space:
             return None
@@ -291,7 +290,6 @@ class Worker:
 
 
 def _check_adaptable(info: ModelInfo, model: object, slots: LoRASlots) -> None:
-    """Raise `ConfigError` for a model that takes no LoRA adapters."""
     if hasattr(model, "project"):
         raise ConfigError(
             f"enable_lora is for models that generate text, not for {info.architecture}", param="enable_lora"
