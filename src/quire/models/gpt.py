@@ -17,6 +17,15 @@ from quire.models.experts import require
 
 LAYER_NORMS = DecoderOptions(norm="layer")
 BIASES = replace(LAYER_NORMS, qkv_bias=True, output_bias=True, mlp_bias=True)
+GPT = DecoderNames(
+    body="transformer",
+    embedding="wte",
+    layers="h",
+    attention_norm="ln_1",
+    attention="attn",
+    attention_output="out_proj",
+    final_norm="ln_f",
+)
 BLOOM = DecoderNames(
     body="transformer",
     embedding="word_embeddings",
@@ -28,6 +37,7 @@ BLOOM = DecoderNames(
     mlp_output="dense_4h_to_h",
     final_norm="ln_f",
 )
+MASKS = (r"\.attn\.(masked_)?bias$",)  # of every layer, which older files hold
 
 
 def gpt2(info: ModelInfo) -> DecoderOptions:
@@ -38,24 +48,19 @@ def gpt2(info: ModelInfo) -> DecoderOptions:
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     return replace(
         BIASES,
-        names=DecoderNames(
-            body="transformer",
-            embedding="wte",
+        names=replace(
+            GPT,
             positions="wpe",
-            layers="h",
-            attention_norm="ln_1",
-            attention="attn",
             qkv=("c_attn",),
             attention_output="c_proj",
             mlp_norm="ln_2",
             mlp_input=("c_fc",),
             mlp_output="c_proj",
-            final_norm="ln_f",
         ),
         gated=False,
         transposed=True,
         attention_scale=[scale / (layer + 1 if by_layer else 1) for layer in range(info.num_hidden_layers)],
-        ignored_weights=(r"\.attn\.(masked_)?bias$",),  # older files hold the causal mask of every layer
+        ignored_weights=MASKS,
     )
 
 
@@ -103,24 +108,13 @@ def gptj(info: ModelInfo) -> DecoderOptions:
     """GPT-J (Wang & Komatsuzaki 2021): parallel layers with one norm, interleaved rotation, a head with a bias."""
     return replace(
         LAYER_NORMS,
-        names=DecoderNames(
-            body="transformer",
-            embedding="wte",
-            layers="h",
-            attention_norm="ln_1",
-            attention="attn",
-            attention_output="out_proj",
-            mlp_norm=None,
-            mlp_input=("fc_in",),
-            mlp_output="fc_out",
-            final_norm="ln_f",
-        ),
+        names=replace(GPT, mlp_norm=None, mlp_input=("fc_in",), mlp_output="fc_out"),
         residual="parallel",
         gated=False,
         mlp_bias=True,
         head_bias=True,
         interleaved=True,
-        ignored_weights=(r"\.attn\.(masked_)?bias$",),
+        ignored_weights=MASKS,
     )
 
 
@@ -208,14 +202,11 @@ def mpt(info: ModelInfo) -> DecoderOptions:
         raise attention.error("clip_qkv", "null")
     return replace(
         LAYER_NORMS,
-        names=DecoderNames(
-            body="transformer",
-            embedding="wte",
+        names=replace(
+            GPT,
             layers="blocks",
             attention_norm="norm_1",
-            attention="attn",
             qkv=("Wqkv",),
-            attention_output="out_proj",
             mlp_norm="norm_2",
             mlp="ffn",
             mlp_input=("up_proj",),
