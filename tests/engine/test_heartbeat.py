@@ -79,14 +79,13 @@ def test_two_mappings_of_one_descriptor_see_the_same_and_it_has_no_name() -> Non
     ours.close()
 
 
-@given(st.lists(st.text(max_size=20), max_size=30), st.lists(st.text(max_size=20), max_size=30))
-def test_names_are_any_texts_and_the_last_ones_count(first: list[str], second: list[str]) -> None:
-    fd, memory = create_heartbeat()
-    os.close(fd)
-    memory.set_request_ids(first)
-    memory.set_request_ids(second)
-    assert memory.request_ids() == second
-    memory.close()
+def test_names_are_any_texts_and_the_last_ones_count(memory: Heartbeat) -> None:
+    @given(st.lists(st.text(max_size=20), max_size=30))
+    def check(names: list[str]) -> None:
+        memory.set_request_ids(names)
+        assert memory.request_ids() == names
+
+    check()
 
 
 def test_of_too_many_names_some_are_kept(memory: Heartbeat) -> None:

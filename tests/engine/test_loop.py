@@ -9,11 +9,12 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.loop import run
+from quire.engine.loop import RequestOwners, run
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, ToEngine
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
+from quire.step import SequenceOutput
 from tests.helpers.loop_clients import Batch, ScriptedClients
 
 
@@ -130,3 +131,13 @@ def test_requests_that_end_before_a_step_sees_them_are_heard_of(core: EngineCore
     clients = served(core, [(0, request("a")), (0, AbortRequests(["a"]))], connected=(0,))
     [last] = clients.sent[0]
     assert isinstance(last, EngineOutputs) and (last.stats.num_running, last.stats.num_waiting) == (0, 0)
+
+
+def test_an_output_of_a_sequence_that_its_client_has_aborted_reaches_no_other() -> None:
+    owners = RequestOwners()
+    owners.add(0, request("a", sequences=2))
+    owners.add(1, request("b"))
+    assert owners.remove(0, ["a-1"]) == ["a-1"]
+    outputs = [SequenceOutput(name, [], finish_reason="error") for name in ("a-0", "a-1", "b")]
+    assert owners.split(outputs) == {0: outputs[:1], 1: outputs[2:]}
+    assert owners.owned_by(0) == owners.owned_by(1) == []

@@ -84,10 +84,12 @@ class RequestOwners:
             split = dict.fromkeys(self._num_requests, outputs)
         else:
             for output in outputs:
-                split.setdefault(self._owned[output.sequence_id].client_index, []).append(output)
+                owned = self._owned.get(output.sequence_id)
+                if owned is not None:  # else the client has aborted it, and cares no more
+                    split.setdefault(owned.client_index, []).append(output)
         for output in outputs:
-            if output.finish_reason is not None:
-                self._end(self._owned[output.sequence_id], output.sequence_id)
+            if output.finish_reason is not None and (owned := self._owned.get(output.sequence_id)) is not None:
+                self._end(owned, output.sequence_id)
         return split
 
     def _end(self, owned: _OwnedRequest, name: str) -> None:
