@@ -7,8 +7,9 @@ satisfy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from quire.structured.json_schema import regular
@@ -43,7 +44,7 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
     counted = most is not None or any(least > _fewest(must) for must, _ in plan.clauses)
     shared = bool(kinds) or (len(plan.clauses) > 1 and not emitter.options.ordered)
     if shared and not counted and assume(formula, dict.fromkeys(names_in(formula), ALWAYS)) == ALWAYS:
-        return [_AnyOrder(emitter, plan.names, free, formula, (0, None), pointer).expression()]
+        return [_AnyOrder(_Members(emitter, plan.names, free, formula, (0, None), pointer)).expression()]
     if len(plan.clauses) > MAX_VARIANTS:
         raise too_complex(pointer, "too many combinations of properties that must and must not be there")
     found = []
@@ -52,9 +53,10 @@ def choices(emitter: Emitter, shape: ObjectShape, pointer: str) -> list[str]:
         if not free and len(names) < least:
             continue
         demand = all_of(has(name) for name in [*names, *kinds] if name in must)
-        kind = _InOrder if emitter.options.ordered and not kinds else _AnyOrder
         counts = (least if least > _fewest(must) else 0, most)
-        found.append(kind(emitter, names, free, demand, counts, pointer).expression())
+        members = _Members(emitter, names, free, demand, counts, pointer)
+        writer = _InOrder(members) if emitter.options.ordered and not kinds else _AnyOrder(members)
+        found.append(writer.expression())
     return found or _nothing(pointer)
 
 
@@ -107,6 +109,11 @@ def _union(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else "(" + " | ".join(parts) + ")"
 
 
+def _fold(operator: str, conditions: Sequence[str]) -> str:
+    """Join conditions by "and" or "or", which take two each."""
+    return reduce(lambda first, second: f"{operator}({first}, {second})", conditions)
+
+
 def condition(formula: Formula, bits: Mapping[Any, int]) -> str:
     """Return `formula` as a condition on the bits of its names."""
     kind = formula[0]
@@ -114,23 +121,14 @@ def condition(formula: Formula, bits: Mapping[Any, int]) -> str:
         return f"bit_set({bits[formula[1]]})"
     if kind == "not":
         return f"bit_clear({bits[formula[1][1]]})"
-    parts = [condition(part, bits) for part in formula[1]]
-    if not parts:
+    if not formula[1]:
         return "true" if kind == "and" else "not(true)"
-    result = parts[0]
-    for part in parts[1:]:
-        result = f"{kind}({result}, {part})"
-    return result
+    return _fold(kind, [condition(part, bits) for part in formula[1]])
 
 
 def _if(*conditions: str) -> str:
-    wanted = [part for part in conditions if part and part != "true"]
-    if not wanted:
-        return ""
-    result = wanted[0]
-    for part in wanted[1:]:
-        result = f"and({result}, {part})"
-    return f" %if {result}"
+    given = [part for part in conditions if part and part != "true"]
+    return f" %if {_fold('and', given)}" if given else ""
 
 
 @dataclass
@@ -164,7 +162,15 @@ class _Counting:
 
 
 class _Members:
-    """Base of both orders: the names that must be there, how members are counted, and how one is written."""
+    """The members of objects in any order or in that of the schema: which must be there, and how one is written.
+
+    Args:
+        names: properties with a name of their own, and the demands on their values. free: the other names.
+        formula: which of them must be there. counts: least and most number of members.
+
+    Attributes:
+        simple: whether the formula only lists names that `must` be there. least, most: numbers of further members.
+    """
 
     def __init__(
         self,
@@ -192,11 +198,11 @@ class _Members:
         """Return the same for the names that are not listed."""
         return [(self.texts.name(part.language), self.emitter.value(part.demand)) for part in self.free]
 
-    def counting(self, tracked: bool) -> str:
-        """Return how to count; `tracked`: every name has its bit."""
+    def counting(self, closed: bool) -> str:
+        """Return how to count; `closed`: every name has a bit, and there are no others."""
         if not self.least and self.most is None:
             return ""
-        if tracked and not self.free:
+        if closed:
             return "bits"
         if self.least > 1:
             # A name that is written twice is one property, so counting what is written proves no more than one.
@@ -204,48 +210,51 @@ class _Members:
         return "counter" if self.most is not None else "other"
 
 
-class _AnyOrder(_Members):
-    """Members in any order."""
+class _AnyOrder:
+    """Writes the rules of members in any order. A parametric rule has a bit for each name that the formula is about,
+    and for as many others as there is room for.
+    """
+
+    def __init__(self, members: _Members) -> None:
+        self.members, self.texts, self.builder = members, members.texts, members.builder
+        tested = members.must if members.simple else list(names_in(members.formula))
+        room = _BITS if not members.least and members.most is None else _BITS_BESIDE_COUNTS
+        if len(tested) > room:
+            raise too_complex(members.pointer, f"more than {room} properties that must be there or depend on others")
+        others = [name for name in members.names if name not in set(tested)]
+        self.bits: dict[Any, int] = {name: index for index, name in enumerate([*tested, *others][:room])}
+        # Whether every name has a bit, and there are no others.
+        self.closed = not members.free and all(name in self.bits for name in members.names)
+        how = members.counting(self.closed)
+        self.count = _Counting(how, members.least, members.most, len(members.must), len(self.bits))
 
     def expression(self) -> str:
         """Return the expression of the objects."""
-        asked = list(self.must) if self.simple else list(names_in(self.formula))
-        bits = _BITS if not self.least and self.most is None else _BITS_BESIDE_COUNTS
-        if len(asked) > bits:
-            raise too_complex(self.pointer, f"more than {bits} properties that must be there or depend on others")
-        if not self.names and not self.free:
+        members, declare = self.members, self.builder.declare
+        if not members.names and not members.free:
             return f"{self.texts.open_object} {self.texts.close_object}"
-        others = [name for name in self.names if name not in set(asked)]
-        self.bits: dict[Any, int] = {name: index for index, name in enumerate([*asked, *others][:bits])}
-        tracked = all(name in self.bits for name in self.names)
-        how = self.counting(tracked)
-        self.count = _Counting(how, self.least, self.most, len(self.must), len(self.bits))
-        declare = self.builder.declare
         self.item, self.more, self.start = declare("member"), declare("more"), declare("members")
-        self._define(tracked)
-        return f"{self.texts.open_object} {self.start}::0x0"
-
-    def _define(self, tracked: bool) -> None:
         close = f"{self.texts.close_object}{_if(self._complete(), self.count.enough)}"
         counts = {"counter": [f"incr({_COUNTER})"], "other": [f"set_bit({_OTHER})"]}.get(self.count.how, [])
         choices = []
-        for name in self.names:
-            bit, must = self.bits.get(name), name in self.must
+        for name in members.names:
+            bit, must = self.bits.get(name), name in members.must
             steps = [] if must else counts
             conditions = [] if must else [self.count.room]
             if bit is not None:
                 steps, conditions = [f"set_bit({bit})", *steps], [f"bit_clear({bit})", *conditions]
-            choices.append(self._member(self.named(name), steps) + _if(*conditions))
-        for part, written in zip(self.free, self.unnamed()):
-            wanted = [("language", language) for language in sorted(part.kinds, key=str)]
-            asked = [f"set_bit({self.bits[kind]})" for kind in wanted if kind in self.bits]
+            choices.append(self._member(members.named(name), steps) + _if(*conditions))
+        for part, written in zip(members.free, members.unnamed()):
+            kinds = [("language", language) for language in sorted(part.kinds, key=str)]
+            steps = [*(f"set_bit({self.bits[kind]})" for kind in kinds if kind in self.bits), *counts]
             # A rule of one unconditional choice that changes the parameter would be inlined, and lose the change.
-            always = "ge([0:1], 0)" if asked or counts else ""
-            choices.append(self._member(written, [*asked, *counts]) + _if(self.count.room or always))
+            always = "ge([0:1], 0)" if steps else ""
+            choices.append(self._member(written, steps) + _if(self.count.room or always))
         self.builder.define(self.item, " | ".join(choices), "::_")
-        again = _if(self._goes_on(tracked))
+        again = _if(self._goes_on())
         self.builder.define(self.more, f"{self.texts.comma} {self.item}::_{again} | {close}", "::_")
         self.builder.define(self.start, f"{self.item}::_{again} | {close}", "::_")
+        return f"{self.texts.open_object} {self.start}::0x0"
 
     def _member(self, written: tuple[str, str], steps: list[str]) -> str:
         """Return one member and what follows; `steps` change the parameter, one at each symbol that can carry one."""
@@ -253,45 +262,47 @@ class _AnyOrder(_Members):
         if len(steps) <= 1:
             return f"{name} {value} {self.more}::{steps[0] if steps else '_'}"
         if len(steps) > 2:
-            raise too_complex(self.pointer, "too many conditions that one property fulfils")
+            raise too_complex(self.members.pointer, "too many conditions that one property fulfils")
         rest = self.builder.declare("rest")
         self.builder.define(rest, f"{value} {self.more}::{steps[1]} %if ge([0:1], 0)", "::_")
         return f"{name} {rest}::{steps[0]}"
 
     def _complete(self) -> str:
-        if self.simple:
-            return f"is_ones([0:{len(self.must)}])" if self.must else ""
-        return condition(self.formula, self.bits)
+        if self.members.simple:
+            return f"is_ones([0:{len(self.members.must)}])" if self.members.must else ""
+        return condition(self.members.formula, self.bits)
 
-    def _goes_on(self, tracked: bool) -> str:
+    def _goes_on(self) -> str:
         """Return the condition under which there is another member to write: a comma must not lead nowhere."""
-        some_must = f"not(is_ones([0:{len(self.must)}]))" if self.must else ""
-        if self.count.room:
-            parts = [self.count.room]
-            if tracked and not self.free and len(self.names) > len(self.must):
-                parts.append(f"bit_count_lt([{len(self.must)}:{len(self.bits)}], {len(self.bits) - len(self.must)})")
-            elif tracked and not self.free:
-                return some_must or "not(true)"
-            inner = parts[0] if len(parts) == 1 else f"and({parts[0]}, {parts[1]})"
-            return f"or({some_must}, {inner})" if some_must else inner
-        if tracked and not self.free:
-            return f"bit_count_lt([0:{len(self.bits)}], {len(self.bits)})"
-        return ""
+        num_must, num_bits = len(self.members.must), len(self.bits)
+        some_must = [f"not(is_ones([0:{num_must}]))"] if num_must else []
+        if not self.count.room:
+            return f"bit_count_lt([0:{num_bits}], {num_bits})" if self.closed else ""
+        if not self.closed:
+            return _fold("or", [*some_must, self.count.room])
+        if num_bits == num_must:
+            return some_must[0] if some_must else "not(true)"
+        unset = f"bit_count_lt([{num_must}:{num_bits}], {num_bits - num_must})"
+        return _fold("or", [*some_must, _fold("and", [self.count.room, unset])])
 
 
-class _InOrder(_Members):
-    """Members in the order of the schema, those without a name last."""
+class _InOrder:
+    """Writes the rules of members in the order of the schema, those without a name last."""
+
+    def __init__(self, members: _Members) -> None:
+        self.members, self.texts, self.builder = members, members.texts, members.builder
 
     def expression(self) -> str:
         """Return the expression of the objects."""
-        how = self.counting(tracked=False) if self.free else ("counter" if self.least or self.most is not None else "")
-        self.count = _Counting(how, self.least, self.most, 0, 0)
-        if how:
-            self.count.how = "counter"
+        members = self.members
+        if members.free:
+            members.counting(closed=False)  # raises where members cannot be counted
+        how = "counter" if members.least or members.most is not None else ""
+        self.count = _Counting(how, members.least, members.most, 0, 0)
         self.mark = "::_" if how else ""
         end = self._end()
         rest = end
-        for name in reversed(self.names):
+        for name in reversed(members.names):
             rest = self._prepend(name, rest)
         return f"{self.texts.open_object} {rest[0]}{'::0x0' if how else ''}"
 
@@ -302,15 +313,15 @@ class _InOrder(_Members):
         close = f"{self.texts.close_object}{_if(enough)}"
         empty, more = self.builder.declare("members"), self.builder.declare("more")
         step = f"::incr({_COUNTER})" if self.count.how else ""
-        free = [f"{name} {value} {more}{step}{_if(self.count.room)}" for name, value in self.unnamed()]
+        free = [f"{name} {value} {more}{step}{_if(self.count.room)}" for name, value in self.members.unnamed()]
         self.builder.define(empty, " | ".join([*free, close]), self.mark)
         again = [f"{self.texts.comma} {member}" for member in free]
         self.builder.define(more, " | ".join([*again, close]), self.mark)
         return empty, more
 
     def _prepend(self, name: str, rest: tuple[str, str]) -> tuple[str, str]:
-        must = name in self.must
-        written = " ".join(self.named(name))
+        must = name in self.members.must
+        written = " ".join(self.members.named(name))
         after = f"{rest[1]}{self.mark}"
         room = ""
         if not must and self.count.how:
