@@ -43,7 +43,7 @@ class TargetOptions:
     api_key: str | None = option(None, "Key of the server.", secret=True)
     model: str | None = option(None, "Model to ask for; default: the first that the server offers.")
     tokenizer: str | None = option(None, "Folder or id of the tokenizer that makes prompts; default: the model's.")
-    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to item; 0 does not wait.", low=0)
+    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to answer; 0 does not wait.", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
