@@ -192,9 +192,9 @@ class RunnerDriver:
             new, data = self._schedule(name, count, transfers)
             news += [] if new is None else [new]
             continuing += [] if data is None else [data]
-            target = new or data
-            assert target is not None
-            target.draft_token_ids = (drafts or {}).get(name, [])
+            if data is not None:
+                data.draft_token_ids = (drafts or {}).get(name, [])
+            assert data is not None or name not in (drafts or {}), "drafts follow a sequence that the worker has"
         drawing = [
             self.fork(parent, name, seed=number, samples=True)
             for parent, names in branches.items()
