@@ -91,6 +91,7 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
             assert blocks.value is not None and [block["id"] for block in blocks.value["blocks"]] == [0, 1, 2]
             assert "limit" in ((await call(client, "blocks", limit="3")).error or "")
             if isinstance(client, ProcessClient):  # with another client beside it: the same bits
+                assert client.process is not None
                 other = SocketClient(client.process.connect())
                 assert await other.start() == ready
                 client.send(request("a", max_tokens=8))
@@ -161,7 +162,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     (folder / "config.json").write_text(CONFIG)
     config = config_for(folder, num_gpu_blocks_override=NUM_BLOCKS, max_model_len=512)
     process = EngineProcess(config, module=faulty_engine.MODULE)
-    process.start()
     yield process
     assert not process.exit_code.done(), "no client has ended it"
     asyncio.run(process.close())
@@ -306,37 +306,32 @@ def test_a_client_that_does_not_read_is_disconnected_and_the_others_are_served(e
     run(scenario())
 
 
-def test_after_a_restart_of_the_engine_its_clients_connect_again(engine: EngineProcess, tmp_path: Path) -> None:
+def test_after_a_restart_of_the_engine_its_clients_connect_again(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG)
-    first, second = (EngineProcess(config_for(tmp_path), module=faulty_engine.MODULE) for _ in range(2))
+    config = config_for(tmp_path)
 
     async def scenario() -> None:
-        try:
-            first.start()
-            ids = set()
-            clients = [SocketClient(first.connect()), SocketClient(first.connect())]
-            for client in clients:
-                ids.add((await client.start()).incarnation)
-            clients[0].send(request("bad", prompt=(KILL, 1)))
-            for client in clients:
-                with pytest.raises(EngineDeadError):
-                    await client.receive()
-                await client.close()
-            assert await asyncio.wrap_future(first.exit_code) == -signal.SIGKILL
-            late = SocketClient(first.connect())
+        first = EngineProcess(config, module=faulty_engine.MODULE)
+        clients = [SocketClient(first.connect()), SocketClient(first.connect())]
+        ids = {(await client.start()).incarnation for client in clients}
+        clients[0].send(request("bad", prompt=(KILL, 1)))
+        for client in clients:
             with pytest.raises(EngineDeadError):
-                await late.start()
-            await late.close()
-            second.start()
-            client = SocketClient(second.connect())
-            ids.add((await client.start()).incarnation)
-            client.send(request("a"))
-            assert len(await tokens_of(client, "a")) == 4
+                await client.receive()
+        assert await first.wait() == -signal.SIGKILL
+        clients.append(SocketClient(first.connect()))
+        with pytest.raises(EngineDeadError):
+            await clients[-1].start()
+        await first.close()
+        second = EngineProcess(config, module=faulty_engine.MODULE)
+        clients.append(SocketClient(second.connect()))
+        ids.add((await clients[-1].start()).incarnation)
+        clients[-1].send(request("a"))
+        assert len(await tokens_of(clients[-1], "a")) == 4
+        assert len(ids) == 2
+        await second.close()
+        for client in clients:
             await client.close()
-            assert len(ids) == 2
-        finally:
-            await first.close()
-            await second.close()
 
     run(scenario())
 

@@ -50,67 +50,51 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class EngineProcess:
-    """An engine process as its parent has it.
+    """An engine process as its parent has it. It is started at once, and loads its model.
 
     Args:
         module: whose `main` the child runs; another one than this one is for tests.
 
     Attributes:
-        exit_code: set when the process has ended.
+        pid: process id. exit_code: set when the process has ended.
     """
 
     def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
-        self._config = config
-        self._module = module
-        self._process: subprocess.Popen[bytes] | None = None
-        self._listener: socket.socket | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._stalls: StallDetector | None = None
-        self._stacks: int | None = None  # a file to which the engine writes its stacks when asked, or when it crashes
-        self._num_dumped = 0  # bytes of it that were read
         self.exit_code: Future[int] = Future()
         self.exit_code.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, once started."""
-        return self._process.pid if self._process else None
-
-    @property
-    def request_ids(self) -> list[str]:
-        """The requests that the engine works on, or did when it ended."""
-        return [] if self._heartbeat is None else self._heartbeat.request_ids()
-
-    def start(self) -> None:
-        """Start the process, without waiting for it to load the model."""
+        self._closed = False
         self._listener, theirs = socket.socketpair()
         self._listener.setblocking(False)
-        with theirs:
-            beat, self._heartbeat = create_heartbeat()
-            self._stalls = StallDetector(self._heartbeat)
-            try:
-                self._stacks = anonymous_file("quire-stacks")
-                inherited = {"listener": theirs.fileno(), "heartbeat": beat, "stacks": self._stacks}
-                self._process = start_module(
-                    self._module,
-                    on_exit=self.exit_code.set_result,
-                    stdin=subprocess.PIPE,
-                    pass_fds=tuple(inherited.values()),
-                )
-            finally:
-                os.close(beat)
-        options = {**inherited, "log": logs.settings(), "options": _engine_options(self._config)}
+        beat, self._heartbeat = create_heartbeat()
+        self._stalls = StallDetector(self._heartbeat)
+        # The engine writes its stacks to it when asked, or when it crashes. Both share its position.
+        self._stacks = os.fdopen(anonymous_file("quire-stacks"), "rb", buffering=0)
+        self._num_read = 0  # bytes of it
+        inherited = {"listener": theirs.fileno(), "heartbeat": beat, "stacks": self._stacks.fileno()}
+        try:
+            self._process = start_module(
+                module, on_exit=self.exit_code.set_result, stdin=subprocess.PIPE, pass_fds=tuple(inherited.values())
+            )
+        finally:
+            theirs.close()
+            os.close(beat)
+        self.pid = self._process.pid
+        options = {**inherited, "log": logs.settings(), "options": _engine_options(config)}
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: clients find out
             self._process.stdin.write(json.dumps(options).encode())
             self._process.stdin.close()
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that the engine works on, or did when it ended."""
+        return [] if self._closed else self._heartbeat.request_ids()
 
     def connect(self) -> socket.socket:
         """Return a new connection, for a `SocketClient` here or in another process to which the socket is passed on.
 
         It is answered when the model is loaded, and is at its end if the process has ended.
         """
-        assert self._listener is not None, "started before"
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self._listener, [b"c"], [theirs.fileno()])
@@ -118,18 +102,21 @@ class EngineProcess:
 
     @property
     def _loaded(self) -> bool:
-        return self._heartbeat is not None and self._heartbeat.read()[0] > 0.0
+        return self._heartbeat.read()[0] > 0.0
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self.exit_code.done()
 
     def stalled_for(self) -> float:
         """See `EngineClient.stalled_for`. To be called every second or two, see `StallDetector`."""
-        return 0.0 if self._stalls is None or self.exit_code.done() else self._stalls.stalled_for()
+        return 0.0 if self._ended else self._stalls.stalled_for()
 
     async def dump_stacks(self) -> str:
         """See `EngineClient.dump_stacks`."""
-        if self._process is None or self._stalls is None or self.exit_code.done():
+        if self._ended:
             return ""
-        pid, doing = self._process.pid, json.dumps(self._stalls.describe())  # now: it may be closed meanwhile
-        stacks = ""
+        doing, stacks = json.dumps(self._stalls.describe()), ""
         if self._loaded:  # before that it may not handle the signal yet, and would die of it
             self._process.send_signal(DUMP_SIGNAL)
             loop = asyncio.get_running_loop()
@@ -140,15 +127,16 @@ class EngineProcess:
                 if stacks and not piece:
                     break
                 stacks += piece
-        logger.warning("the engine process %d is at %s\n%s", pid, doing, stacks or "It does not say where it is.")
+        where = stacks or "It does not say where it is."
+        logger.warning("the engine process %d is at %s\n%s", self.pid, doing, where)
         return stacks
 
     def read_stacks(self) -> str:
         """Return what the engine has written of its stacks since the last call."""
-        if self._stacks is None:
+        if self._closed:
             return ""
-        data = os.pread(self._stacks, MAX_DUMP_BYTES, self._num_dumped)
-        self._num_dumped += len(data)
+        data = os.pread(self._stacks.fileno(), MAX_DUMP_BYTES, self._num_read)
+        self._num_read += len(data)
         return data.decode(errors="replace")
 
     async def wait(self) -> int:
@@ -162,45 +150,45 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process by force."""
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
 
     async def close(self) -> None:
         """End the process in order, then by force, and release everything shared with it."""
+        if self._closed:
+            return
         reacts = self._loaded and not self.stalled_for()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
-        process, self._process = self._process, None
-        if process is not None:
-            ended = asyncio.wrap_future(self.exit_code)
-            if reacts:
-                try:
-                    await asyncio.wait_for(asyncio.shield(ended), CLOSE_SECONDS)
-                except TimeoutError:
-                    logger.warning("the engine did not stop within %.0f s and is killed", CLOSE_SECONDS)
-            process.kill()
-            await ended
-        self._stalls = None
-        if self._heartbeat is not None:
+        self._listener.close()
+        ended = asyncio.wrap_future(self.exit_code)
+        if reacts:
+            try:
+                await asyncio.wait_for(asyncio.shield(ended), CLOSE_SECONDS)
+            except TimeoutError:
+                logger.warning("the engine did not stop within %.0f s and is killed", CLOSE_SECONDS)
+        self.kill()
+        await ended
+        if not self._closed:
+            self._closed = True
             self._heartbeat.close()
-            self._heartbeat = None
-        if self._stacks is not None:
-            os.close(self._stacks)
-            self._stacks = None
+            self._stacks.close()
 
 
 class ProcessClient(EngineClient):
-    """The client that owns an engine process: it starts, watches and ends it. See `EngineProcess`."""
+    """The client that owns an engine process: it starts, watches and ends it. See `EngineProcess`.
+
+    Attributes:
+        process: None before `spawn`.
+    """
 
     def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
-        self.process = EngineProcess(config, module=module)
+        self._config = config
+        self._module = module
         self._client: SocketClient | None = None
         self._dead: EngineDeadError | None = None
+        self.process: EngineProcess | None = None
 
     def spawn(self) -> None:
         """Start the process without waiting for it; `start` does this if it was not done before."""
-        self.process.start()
+        self.process = EngineProcess(self._config, module=self._module)
         self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
 
     async def start(self) -> Ready:
@@ -211,7 +199,7 @@ class ProcessClient(EngineClient):
         """
         if self._client is None:
             self.spawn()
-        assert self._client is not None
+        assert self._client is not None and self.process is not None
         # The end of the connection says the same, unless a process that the engine has started holds it open.
         asyncio.wrap_future(self.process.exit_code).add_done_callback(self._on_exit)
         try:
@@ -231,17 +219,19 @@ class ProcessClient(EngineClient):
         return await self._client.receive()
 
     def stalled_for(self) -> float:
-        return self.process.stalled_for()
+        return 0.0 if self.process is None else self.process.stalled_for()
 
     async def dump_stacks(self) -> str:
-        return await self.process.dump_stacks()
+        return "" if self.process is None else await self.process.dump_stacks()
 
     def kill(self) -> None:
-        self.process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     async def close(self) -> None:
         """End the process and release everything shared with it."""
-        await self.process.close()
+        if self.process is not None:
+            await self.process.close()
         if self._dead is None:
             self._dead = EngineDeadError("the engine was closed")
         if self._client is not None:
@@ -252,6 +242,7 @@ class ProcessClient(EngineClient):
             self._client.finish()
 
     async def _why_dead(self, end: EndOfConnection) -> EngineDeadError:
+        assert self.process is not None
         if isinstance(end, Failed):
             message = end.message
         elif isinstance(end, EOFError):
