@@ -88,7 +88,7 @@ def summarize(
     """Return the figures of one run.
 
     Args:
-        duration: from the first request sent to the last item, in seconds.
+        duration: from the first request sent to the last response, in seconds.
         limits: what a request must keep to count for goodput, in milliseconds (DistServe, Zhong et al. 2024, sec. 1).
         names, percentiles: which metrics get statistics, and which percentiles of them.
     """
