@@ -16,9 +16,9 @@ from quire.structured.json_schema.emit import Emitter
 from quire.structured.json_schema.errors import MAX_CONTAINS_STATES, too_complex, unsupported
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.shapes import (
-    All,
     ArrayShape,
     BooleanShape,
+    Demand,
     Form,
     NullShape,
     NumberShape,
@@ -31,7 +31,7 @@ _MAX_DIFFERENT = 48
 
 def choices(emitter: Emitter, shape: ArrayShape, pointer: str) -> list[str]:
     """Return expressions whose union is the arrays of `shape`."""
-    most = emitter.emptiness.longest(shape, pointer)
+    most = emitter.emptiness.longest(shape)
     contains = [part for part in shape.contains if part[1] or part[2] is not None]
     if contains and most == 0:
         contains = []
@@ -82,7 +82,7 @@ def _containing(
     emitter: Emitter,
     shape: ArrayShape,
     most: int | None,
-    contains: list[tuple[All, int, int | None]],
+    contains: list[tuple[Demand, int, int | None]],
     pointer: str,
 ) -> str:
     texts = emitter.texts
@@ -214,7 +214,7 @@ class Containing:
         missing = max(max(least - number, 0) for number, (_, least, _) in zip(state, self.contains))
         return f" %if le({self.count}, {self.most - missing})" if self.most is not None and missing else ""
 
-    def _demand(self, base: All, state: State, fitting: tuple[bool, ...]) -> All | None:
+    def _demand(self, base: Demand, state: State, fitting: tuple[bool, ...]) -> Demand | None:
         """Return the demand on an element that fulfils exactly the demands in `fitting`; None if no array needs it."""
         demand = base
         for number, limit, fits, (wanted, _, high) in zip(state, self.limits, fitting, self.contains):
@@ -253,12 +253,12 @@ class Containing:
             self._viable[key] = any(self._after(index, state))
         return self._viable[key]
 
-    def _after(self, index: int, state: State) -> Iterator[tuple[All, State]]:
+    def _after(self, index: int, state: State) -> Iterator[tuple[Demand, State]]:
         """Yield the demands that an element at `index` may fulfil, and the states behind it, if these lead anywhere."""
         base = self.emitter.emptiness.element(self.shape, index)
         for fitting in itertools.product((True, False), repeat=len(self.contains)):
             demand = self._demand(base, state, fitting)
-            if demand is None or self.emitter.emptiness.of_demand(demand, self.pointer):
+            if demand is None or self.emitter.emptiness.of_demand(demand):
                 continue
             after = tuple(min(n + fits, limit) for n, fits, limit in zip(state, fitting, self.limits))
             if self._enough(after) or self._goes_on(min(index + 1, self.length), after):
@@ -266,4 +266,4 @@ class Containing:
 
     def _over(self, index: int) -> bool:
         demand = self.emitter.emptiness.element(self.shape, index)
-        return self.emitter.emptiness.of_demand(demand, self.pointer)
+        return self.emitter.emptiness.of_demand(demand)

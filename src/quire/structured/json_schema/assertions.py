@@ -40,7 +40,7 @@ from quire.structured.json_schema.shapes import (
     exact,
     intersect,
     just,
-    one,
+    node_demand,
     only,
     unite,
 )
@@ -188,10 +188,10 @@ def value_form(document: Document, value: Any, pointer: str) -> Form:
     if isinstance(value, str):
         return just("string", StringShape(values=frozenset((value,))))
     if isinstance(value, list):
-        prefix = tuple(one(document.make({"const": item}, pointer)) for item in value)
+        prefix = tuple(node_demand(document.make({"const": item}, pointer)) for item in value)
         return just("array", ArrayShape(len(value), len(value), (Positions(prefix, NOTHING),)))
     if isinstance(value, dict):
-        names = tuple((name, one(document.make({"const": item}, pointer))) for name, item in value.items())
+        names = tuple((name, node_demand(document.make({"const": item}, pointer))) for name, item in value.items())
         keys = (Keys(names, (), NOTHING, explicit=True),)
         return just("object", ObjectShape(keys, all_of(has(name) for name in value), most=len(value)))
     return just("number", NumberShape(values=(value,)))
@@ -228,7 +228,7 @@ def _not_this(document: Document, value: Any, pointer: str) -> tuple[Any, ...]:
     if isinstance(value, list):
         arrays = [ArrayShape(least=length + 1)] + ([ArrayShape(most=length - 1)] if length else [])
         for index, item in enumerate(value):
-            other = one(document.make({"const": item}, pointer), False)
+            other = node_demand(document.make({"const": item}, pointer), False)
             arrays.append(ArrayShape(index + 1, None, (Positions((*[EVERYTHING] * index, other), EVERYTHING),)))
         return tuple(arrays)
     everyone = all_of(has(name) for name in value)
@@ -236,7 +236,7 @@ def _not_this(document: Document, value: Any, pointer: str) -> tuple[Any, ...]:
     if value:
         objects.append(ObjectShape(presence=negation(everyone)))
     for name, item in value.items():
-        other = one(document.make({"const": item}, pointer), False)
+        other = node_demand(document.make({"const": item}, pointer), False)
         objects.append(ObjectShape((Keys(((name, other),), (), EVERYTHING),), has(name)))
     return tuple(objects)
 
@@ -271,7 +271,7 @@ def negated(demand: frozenset[tuple[int, bool]]) -> frozenset[tuple[int, bool]]:
     if demand in (NOTHING, EVERYTHING):
         return EVERYTHING if demand == NOTHING else NOTHING
     ((number, holds),) = demand
-    return one(number, not holds)
+    return node_demand(number, not holds)
 
 
 def positions_assertion(node: Node, positions: Positions, keyword: str) -> Assertion:

@@ -15,15 +15,15 @@ from quire.structured.json_schema.expand import Expander
 from quire.structured.json_schema.numbers import number_language
 from quire.structured.json_schema.regular import TooLargeError
 from quire.structured.json_schema.shapes import (
-    All,
     ArrayShape,
     BooleanShape,
+    Demand,
     NullShape,
     NumberShape,
     ObjectShape,
     Shape,
     StringShape,
-    one,
+    node_demand,
 )
 
 __all__ = ["JsonOptions", "SchemaError", "add_json_object", "add_schema"]
@@ -44,7 +44,7 @@ def add_schema(builder: GrammarBuilder, schema: dict[str, Any] | bool, *, option
     document = Document(schema)
     emitter = Emitter(builder, Expander(document, Budget()), options)
     try:
-        return _add_value(emitter, one(document.root))
+        return _add_value(emitter, node_demand(document.root))
     except TooLargeError:
         raise too_complex("#", "its patterns take too many states") from None
     except RecursionError:
@@ -60,7 +60,7 @@ def add_json_object(builder: GrammarBuilder, options: JsonOptions = DEFAULT) -> 
     return add_schema(builder, {"type": "object"}, options=options)
 
 
-def _add_value(emitter: Emitter, demand: All) -> str:
+def _add_value(emitter: Emitter, demand: Demand) -> str:
     """Add a rule for the values that fulfil `demand`, and all rules that it needs; return its name."""
     name = emitter.value(demand)
     while emitter.pending:
@@ -69,7 +69,7 @@ def _add_value(emitter: Emitter, demand: All) -> str:
     return name
 
 
-def _alternatives(emitter: Emitter, demand: All) -> str:
+def _alternatives(emitter: Emitter, demand: Demand) -> str:
     """Return the body of the rule for the values that fulfil `demand`."""
     texts, pointer = emitter.texts, emitter.where(demand)
     shapes = [shape for part in emitter.expander.form(demand).values() for shape in part]
@@ -78,7 +78,7 @@ def _alternatives(emitter: Emitter, demand: All) -> str:
         raise unsupported(pointer, "it has no instances")
     emitter.expander.budget.spend(10 * len(shapes), pointer)
     found = dict.fromkeys(expression for shape in shapes for expression in _expressions(emitter, shape, pointer))
-    # All strings are one terminal, and so are all numbers: the lexer pays for each terminal.
+    # Demand strings are one terminal, and so are all numbers: the lexer pays for each terminal.
     strings = [string_language(shape) for shape in shapes if isinstance(shape, StringShape)]
     if strings:
         found[texts.string(regular.alt(*strings))] = None

@@ -133,7 +133,7 @@ class _Parser:
         self.depth = 0
 
     def parse(self) -> Node:
-        node = self.alternatives(1)[0]
+        node = self.alternatives()[0]
         if self.at < len(self.pattern):
             raise self.error("invalid", "unmatched )")
         return node
@@ -150,7 +150,7 @@ class _Parser:
             return True
         return False
 
-    def alternatives(self, factor: int) -> tuple[Node, int]:
+    def alternatives(self) -> tuple[Node, int]:
         """Return a node, and how often repetitions in it multiply what they repeat."""
         self.depth += 1
         if self.depth > MAX_GROUPS:
@@ -159,7 +159,7 @@ class _Parser:
         while True:
             parts: list[Node] = []
             while self.at < len(self.pattern) and self.peek() not in "|)":
-                part, cost = self.term(factor)
+                part, cost = self.term()
                 parts.append(part)
                 weight += cost
             choices.append(parts[0] if len(parts) == 1 else ("seq", tuple(parts)))
@@ -168,9 +168,9 @@ class _Parser:
         self.depth -= 1
         return (choices[0] if len(choices) == 1 else ("or", tuple(choices))), max(weight, 1)
 
-    def term(self, factor: int) -> tuple[Node, int]:
+    def term(self) -> tuple[Node, int]:
         position = self.at
-        node, weight = self.atom(factor)
+        node, weight = self.atom()
         least, most, given = self.quantifier()
         if not given:
             return node, weight
@@ -212,10 +212,10 @@ class _Parser:
         self.at = end + 1
         return least, most
 
-    def atom(self, factor: int) -> tuple[Node, int]:
+    def atom(self) -> tuple[Node, int]:
         char = self.peek()
         if char == "(":
-            return self.group(factor)
+            return self.group()
         if char in "*+?":
             raise self.error("invalid", "nothing to repeat")
         if char == "[":
@@ -231,7 +231,7 @@ class _Parser:
             return ("lang", regular.cls(self.escape(in_class=False))), 1
         return ("lang", regular.cls(((ord(char), ord(char)),))), 1
 
-    def group(self, factor: int) -> tuple[Node, int]:
+    def group(self) -> tuple[Node, int]:
         start = self.at
         look: bool | None = None
         if self.take("(?=") or self.take("(?!"):
@@ -249,7 +249,7 @@ class _Parser:
             raise self.error("invalid", "unknown kind of group")
         else:
             self.at += 1
-        node, weight = self.alternatives(factor)
+        node, weight = self.alternatives()
         if not self.take(")"):
             raise PatternError("invalid", start, "unclosed group")
         return (node if look is None else ("look", look, node)), weight

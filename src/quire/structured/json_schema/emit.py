@@ -12,7 +12,7 @@ from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema.emptiness import Emptiness
 from quire.structured.json_schema.expand import Expander
 from quire.structured.json_schema.regular import Lang
-from quire.structured.json_schema.shapes import All
+from quire.structured.json_schema.shapes import Demand
 from quire.structured.json_schema.spelling import quoted, terminal
 
 # What writers of JSON put between its parts. If more could follow, an unsure model would go on with blanks for ever.
@@ -81,7 +81,7 @@ class JsonOptions:
 
 
 class Emitter:
-    """The rules of one document as they are written into a builder: one for each `All` that is reached.
+    """The rules of one document as they are written into a builder: one for each `Demand` that is reached.
 
     Attributes:
         texts: the terminals. expander, emptiness: what is known of the document. options: as given by the caller.
@@ -94,14 +94,14 @@ class Emitter:
         self.emptiness = Emptiness(expander)
         self.options = options
         self.texts = Texts(builder, options)
-        self.pending: list[All] = []
-        self._rules: dict[All, str] = {}
+        self.pending: list[Demand] = []
+        self._rules: dict[Demand, str] = {}
 
-    def where(self, demand: All) -> str:
+    def where(self, demand: Demand) -> str:
         """Return the pointer to (the first of) the schemas that demand it."""
         return self.expander.document.nodes[min(demand)[0]].pointer if demand else "#"
 
-    def value(self, demand: All) -> str:
+    def value(self, demand: Demand) -> str:
         """Return the name of a rule for the values that fulfil `demand`, of which there must be some."""
         if demand not in self._rules:
             self._rules[demand] = self.builder.declare("value")

@@ -19,8 +19,8 @@ from quire.structured.json_schema.regular import ALL, ANY, EMPTY, Lang
 from quire.structured.json_schema.shapes import (
     EVERYTHING,
     NOTHING,
-    All,
     ArrayShape,
+    Demand,
     NumberShape,
     ObjectShape,
     Shape,
@@ -40,7 +40,7 @@ class FreeNames:
     """
 
     language: Lang
-    demand: All
+    demand: Demand
     kinds: frozenset[Lang]
 
 
@@ -54,7 +54,7 @@ class ObjectPlan:
         clauses: the object is as one of them says: names that must, and must not be there.
     """
 
-    names: dict[str, All]
+    names: dict[str, Demand]
     free: list[FreeNames]
     clauses: list[Clause]
 
@@ -79,14 +79,14 @@ class Emptiness:
 
     def __init__(self, expander: Expander) -> None:
         self.expander = expander
-        self._demands: dict[All, bool] = {}
+        self._demands: dict[Demand, bool] = {}
         self._languages: dict[Lang, bool] = {}
         self._plans: dict[ObjectShape, ObjectPlan] = {}
-        self._asked: set[All] = set()
+        self._asked: set[Demand] = set()
         self._guesses = 0
         expander.is_empty = self.of_shape
 
-    def of_demand(self, demand: All, pointer: str) -> bool:
+    def of_demand(self, demand: Demand) -> bool:
         """Return whether it is known that no value fulfils `demand`."""
         if demand in (EVERYTHING, NOTHING):
             return demand == NOTHING
@@ -132,35 +132,35 @@ class Emptiness:
         if isinstance(shape, StringShape):
             return shape.values is None and bool(shape.languages) and self.of_language(string_language(shape), pointer)
         if isinstance(shape, ArrayShape):
-            return self._array(shape, pointer)
+            return self._array(shape)
         return isinstance(shape, ObjectShape) and not self.plan(shape, pointer).clauses
 
-    def _array(self, shape: ArrayShape, pointer: str) -> bool:
-        most = self.longest(shape, pointer)
+    def _array(self, shape: ArrayShape) -> bool:
+        most = self.longest(shape)
         if most is not None and most < shape.least:
             return True
         for demand, least, high in shape.contains:
             if (high is not None and high < least) or (most is not None and most < least):
                 return True
-            if least and self.of_demand(demand, pointer):
+            if least and self.of_demand(demand):
                 return True
             if least and all(positions.prefix == () for positions in shape.positions):
                 every = join(demand, *(positions.rest for positions in shape.positions))
-                if self.of_demand(every, pointer):
+                if self.of_demand(every):
                     return True
         return False
 
-    def longest(self, shape: ArrayShape, pointer: str) -> int | None:
+    def longest(self, shape: ArrayShape) -> int | None:
         """Return how many elements an array may have at most; None if there is no limit."""
         length = max((len(positions.prefix) for positions in shape.positions), default=0)
         for index in range(length + 1):
             if shape.most is not None and index >= shape.most:
                 break
-            if self.of_demand(self.element(shape, index), pointer):
+            if self.of_demand(self.element(shape, index)):
                 return index
         return shape.most
 
-    def element(self, shape: ArrayShape, index: int) -> All:
+    def element(self, shape: ArrayShape, index: int) -> Demand:
         """Return the demand on the element at `index`."""
         return join(*(positions.at(index) for positions in shape.positions))
 
@@ -181,10 +181,10 @@ class Emptiness:
         wanted = dict.fromkeys(name for keys in shape.keys for name, _ in keys.names)
         wanted |= {name: None for name in asked if name not in kinds}
         self.expander.budget.spend(len(wanted) * max(len(shape.keys), 1), pointer)
-        names: dict[str, All] = {}
+        names: dict[str, Demand] = {}
         for name in wanted:
             demand = join(*(keys.at(name) for keys in shape.keys))
-            if regular.matches(allowed, name) and not self.of_demand(demand, pointer):
+            if regular.matches(allowed, name) and not self.of_demand(demand):
                 names[name] = demand
         free = self._free(shape, allowed, list(wanted), set(kinds.values()), pointer)
         known: dict[Any, Formula] = {name: NEVER for name in wanted if name not in names}
@@ -211,7 +211,7 @@ class Emptiness:
         """Return the names of properties that a formula asks for by ("language", ...) or ("name", ...)."""
         return self._names(name[1]) if name[0] == "name" else name[1]
 
-    def _names(self, demand: All) -> Lang:
+    def _names(self, demand: Demand) -> Lang:
         if demand == EVERYTHING:
             return ALL
         strings = self.expander.form(demand).get("string", ())
@@ -231,14 +231,14 @@ class Emptiness:
             parts = [part for part in split if part[0] != EMPTY and not self.of_language(part[0], pointer)]
             if len(parts) > MAX_KEY_KINDS:
                 raise too_complex(pointer, "patterns of property names overlap in too many ways")
-        groups: dict[tuple[All, frozenset[Lang]], list[Lang]] = {}
+        groups: dict[tuple[Demand, frozenset[Lang]], list[Lang]] = {}
         for language, matched in parts:
             demands = []
             for keys in shape.keys:
                 mine = [demand for pattern, demand in keys.patterns if pattern in matched]
                 demands.append(join(*mine) if mine else keys.rest)
             demand = join(*demands)
-            if not self.of_demand(demand, pointer):
+            if not self.of_demand(demand):
                 groups.setdefault((demand, matched & asked), []).append(language)
         known = regular.neg(regular.alt(*(regular.text(name) for name in names))) if names else ALL
         result = []

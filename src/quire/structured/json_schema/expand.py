@@ -26,8 +26,8 @@ from quire.structured.json_schema.shapes import (
     BOTTOM,
     EVERYTHING,
     TOP,
-    All,
     ArrayShape,
+    Demand,
     Form,
     Keys,
     ObjectShape,
@@ -35,7 +35,7 @@ from quire.structured.json_schema.shapes import (
     Shape,
     intersect,
     just,
-    one,
+    node_demand,
     only,
     unite,
 )
@@ -58,7 +58,7 @@ class Expander:
         # Tells whether a shape is known to have no values; set by `Emptiness`, which needs the forms to find out.
         self.is_empty: Callable[[Shape, str], bool] = lambda shape, pointer: False
         self._forms: dict[tuple[int, bool], Form | None] = {}
-        self._demands: dict[All, Form] = {}
+        self._demands: dict[Demand, Form] = {}
         # With unevaluated* about, it matters which branches of an anyOf hold; else only that one does.
         self._tracks = any(
             isinstance(node.schema, dict)
@@ -66,7 +66,7 @@ class Expander:
             for node in document.nodes
         )
 
-    def form(self, demand: All) -> Form:
+    def form(self, demand: Demand) -> Form:
         """Return the form of the values that fulfil all of `demand`."""
         if demand not in self._demands:
             result = TOP
@@ -172,7 +172,7 @@ class Expander:
         if "contains" in schema:
             least = int(schema.get("minContains", 1))
             most = int(schema["maxContains"]) if "maxContains" in schema else None
-            demand = one(self.document.child(node, "contains"))
+            demand = node_demand(self.document.child(node, "contains"))
             yield assertions.contains_assertion(demand, least, most, step(pointer, "contains"))
 
     def _positions(self, node: Node, schema: dict[str, Any]) -> Positions | None:
@@ -183,9 +183,11 @@ class Expander:
             prefix_key, rest_key = "items", "additionalItems"
         if prefix_key not in schema and rest_key not in schema:
             return None
-        prefix = tuple(one(self.document.child(node, prefix_key, i)) for i in range(len(schema.get(prefix_key, ()))))
+        prefix = tuple(
+            node_demand(self.document.child(node, prefix_key, i)) for i in range(len(schema.get(prefix_key, ())))
+        )
         explicit = rest_key in schema
-        rest = one(self.document.child(node, rest_key)) if explicit else EVERYTHING
+        rest = node_demand(self.document.child(node, rest_key)) if explicit else EVERYTHING
         return Positions(prefix, rest, explicit, marks=True)
 
     def _objects(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
@@ -195,7 +197,7 @@ class Expander:
         if any(key in schema for key in ("properties", "patternProperties", "additionalProperties")):
             yield assertions.keys_assertion(node, self._keys(node, schema))
         if "propertyNames" in schema:
-            demand = one(self.document.child(node, "propertyNames"))
+            demand = node_demand(self.document.child(node, "propertyNames"))
             holds = only("object", ObjectShape(names=demand))
             other = ("has", ("name", assertions.negated(demand)))
             yield fixed(holds, just("object", ObjectShape(presence=other)) if demand != EVERYTHING else BOTTOM)
@@ -203,13 +205,13 @@ class Expander:
 
     def _keys(self, node: Node, schema: dict[str, Any]) -> Keys:
         child = self.document.child
-        names = tuple((name, one(child(node, "properties", name))) for name in schema.get("properties", ()))
+        names = tuple((name, node_demand(child(node, "properties", name))) for name in schema.get("properties", ()))
         patterns = []
         for pattern in schema.get("patternProperties", ()):
             language = assertions.language_of(pattern, step(node.pointer, "patternProperties", pattern))
-            patterns.append((language, one(child(node, "patternProperties", pattern))))
+            patterns.append((language, node_demand(child(node, "patternProperties", pattern))))
         explicit = "additionalProperties" in schema
-        rest = one(child(node, "additionalProperties")) if explicit else EVERYTHING
+        rest = node_demand(child(node, "additionalProperties")) if explicit else EVERYTHING
         return Keys(names, tuple(patterns), rest, explicit, marks=True)
 
     def _dependencies(self, node: Node, schema: dict[str, Any]) -> Iterator[Assertion]:
@@ -285,11 +287,11 @@ class Expander:
                 return unite(*(self.of(number) for number in numbers))
             if len(numbers) > MAX_ANY_WITH_UNEVALUATED:
                 raise unsupported(step(pointer, "anyOf"), "so many branches where unevaluated* is about")
-            return unite(*(self._which(numbers, chosen, pointer) for chosen in range(1, 1 << len(numbers))))
+            return unite(*(self._which(numbers, chosen) for chosen in range(1, 1 << len(numbers))))
 
         return Assertion(holds, lambda: self._meet_all((number, False) for number in numbers))
 
-    def _which(self, numbers: list[int], chosen: int, pointer: str) -> Form:
+    def _which(self, numbers: list[int], chosen: int) -> Form:
         return self._meet_all((number, bool(chosen >> index & 1)) for index, number in enumerate(numbers))
 
     def _meet_all(self, items: Any) -> Form:
@@ -322,7 +324,7 @@ class Expander:
         return unite(*found)
 
     def _unevaluated(self, node: Node, keyword: str, kind: str, form: Form) -> Form:
-        demand = one(self.document.child(node, keyword))
+        demand = node_demand(self.document.child(node, keyword))
         make: Callable[[Any], Any]
         if kind == "object":
             make = lambda shape: _rest_of_keys(shape, demand)  # noqa: E731
@@ -367,7 +369,7 @@ def _unmarked(form: Form) -> Form:
     return result
 
 
-def _rest_of_keys(shape: ObjectShape, demand: All) -> ObjectShape:
+def _rest_of_keys(shape: ObjectShape, demand: Demand) -> ObjectShape:
     marked = [keys for keys in shape.keys if keys.marks]
     if any(keys.explicit for keys in marked):
         return shape
@@ -376,7 +378,7 @@ def _rest_of_keys(shape: ObjectShape, demand: All) -> ObjectShape:
     return replace(shape, keys=(*shape.keys, Keys(names, patterns, demand, explicit=True, marks=True)))
 
 
-def _rest_of_positions(shape: ArrayShape, demand: All) -> ArrayShape:
+def _rest_of_positions(shape: ArrayShape, demand: Demand) -> ArrayShape:
     marked = [positions for positions in shape.positions if positions.marks]
     if any(positions.explicit for positions in marked):
         return shape

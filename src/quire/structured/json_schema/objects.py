@@ -17,7 +17,7 @@ from quire.structured.json_schema.emit import Emitter
 from quire.structured.json_schema.emptiness import FreeNames, ObjectPlan
 from quire.structured.json_schema.errors import MAX_VARIANTS, too_complex, unsupported
 from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of, assume, has, names_in, negation
-from quire.structured.json_schema.shapes import All, ObjectShape, join
+from quire.structured.json_schema.shapes import Demand, ObjectShape, join
 
 _BITS = 63
 _BITS_BESIDE_COUNTS = 48
@@ -175,7 +175,7 @@ class _Members:
     def __init__(
         self,
         emitter: Emitter,
-        names: dict[str, All],
+        names: dict[str, Demand],
         free: list[FreeNames],
         formula: Formula,
         counts: tuple[int, int | None],
@@ -343,7 +343,7 @@ class _Part:
     """One property: its terminal, the demand on its value, its name if that is listed, and what it is an example of."""
 
     terminal: str
-    demand: All
+    demand: Demand
     name: str | None
     kinds: frozenset[Any]
 
@@ -366,7 +366,7 @@ def few_members(emitter: Emitter, plan: ObjectPlan, shape: ObjectShape, pointer:
             if part.name in never or not must <= _proof(part, demanded):
                 continue
             value = join(part.demand, *(kind[2] for kind in demanded))
-            if shape.least <= 1 and not emitter.emptiness.of_demand(value, pointer):
+            if shape.least <= 1 and not emitter.emptiness.of_demand(value):
                 found[f"{part.terminal} {emitter.value(value)}"] = None
         if shape.most == 2:
             found |= dict.fromkeys(_pairs(emitter, parts, must, never, shape.least, pointer))

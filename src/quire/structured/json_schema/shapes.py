@@ -1,7 +1,7 @@
 """Shapes: sets of values of one JSON type, and disjunctive normal forms of them.
 
 A `Form` maps each type to alternative shapes; a value is an instance if it is in one of its type. Subschemas of arrays
-and objects stay as they are: an `All` is a conjunction of nodes of the document, each of them possibly negated.
+and objects stay as they are: a `Demand` is a conjunction of nodes of the document, each of them possibly negated.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from quire.structured.json_schema.document import FALSE, TRUE
 from quire.structured.json_schema.presence import ALWAYS, Formula, all_of, any_of
 from quire.structured.json_schema.regular import Lang, matches
 
-All = frozenset[tuple[int, bool]]
+Demand = frozenset[tuple[int, bool]]
 
-EVERYTHING: All = frozenset()
-NOTHING: All = frozenset(((FALSE, True),))
+EVERYTHING: Demand = frozenset()
+NOTHING: Demand = frozenset(((FALSE, True),))
 
 
-def one(number: int, holds: bool = True) -> All:
+def node_demand(number: int, holds: bool = True) -> Demand:
     """Return the demand that the node holds, or that it does not."""
     if number in (TRUE, FALSE):
         return EVERYTHING if (number == TRUE) == holds else NOTHING
     return frozenset(((number, holds),))
 
 
-def join(*demands: All) -> All:
+def join(*demands: Demand) -> Demand:
     """Return the conjunction."""
     found = frozenset().union(*demands) if demands else EVERYTHING
     if (FALSE, True) in found or any((number, not holds) in found for number, holds in found):
@@ -54,7 +54,7 @@ Bound = tuple[int | float, bool]
 @dataclass(frozen=True)
 class NumberShape:
     """Numbers: of which kind (whole: True, False, or None for both), between bounds (value, is it excluded), for each
-    of `multiples` a multiple or (False) none, among `values` if that is not None, and none of `excluded`. All values
+    of `multiples` a multiple or (False) none, among `values` if that is not None, and none of `excluded`. Demand values
     are as in the schema.
     """
 
@@ -83,12 +83,12 @@ class Positions:
     `explicit`: the schema says something about the rest. `marks`: unevaluatedItems does not apply to what this names.
     """
 
-    prefix: tuple[All, ...]
-    rest: All
+    prefix: tuple[Demand, ...]
+    rest: Demand
     explicit: bool = False
     marks: bool = False
 
-    def at(self, index: int) -> All:
+    def at(self, index: int) -> Demand:
         """Return the demand on the element at `index`."""
         return self.prefix[index] if index < len(self.prefix) else self.rest
 
@@ -102,7 +102,7 @@ class ArrayShape:
     least: int = 0
     most: int | None = None
     positions: tuple[Positions, ...] = ()
-    contains: tuple[tuple[All, int, int | None], ...] = ()
+    contains: tuple[tuple[Demand, int, int | None], ...] = ()
     unique: bool = False
 
 
@@ -114,13 +114,13 @@ class Keys:
     names.
     """
 
-    names: tuple[tuple[str, All], ...]
-    patterns: tuple[tuple[Lang, All], ...]
-    rest: All
+    names: tuple[tuple[str, Demand], ...]
+    patterns: tuple[tuple[Lang, Demand], ...]
+    rest: Demand
     explicit: bool = False
     marks: bool = False
 
-    def at(self, name: str) -> All:
+    def at(self, name: str) -> Demand:
         """Return the demand on the value of the property `name`."""
         demands = [demand for known, demand in self.names if known == name]
         demands += [demand for language, demand in self.patterns if matches(language, name)]
@@ -137,7 +137,7 @@ class ObjectShape:
     presence: Formula = ALWAYS
     least: int = 0
     most: int | None = None
-    names: All = EVERYTHING
+    names: Demand = EVERYTHING
 
 
 Shape = NullShape | BooleanShape | NumberShape | StringShape | ArrayShape | ObjectShape
