@@ -22,7 +22,7 @@ from quire.kvcache.manager import KVCacheManager
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.admission import Admission
 from quire.scheduler.policy import make_policy
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, Sequence
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.unified import UnifiedPlanner
 from quire.step import (
@@ -546,6 +546,32 @@ class Run:
         return expected_output(
             self.prompts[request_id], self.requests[request_id], self.scheduler.admission.length_limit, index
         )
+
+
+def continuation(run: Run, sequence: Sequence, count: int) -> list[int]:
+    """The next `count` tokens after all that a sequence has, tentative ones included, by definition."""
+    request = sequence.request
+    prefix = prefixes(sequence.token_ids, request.engine_request.cache_salt)[-1]
+    index = request.engine_request.sequence_ids.index(sequence.sequence_id)
+    following = []
+    for _ in range(sequence.num_tentative_tokens + count):
+        following.append(sample(prefix, request.engine_request.seeds[index]))
+        prefix = next_prefix(prefix, following[-1])
+    return following[sequence.num_tentative_tokens :]
+
+
+def check_hashes(run: Run) -> None:
+    """Every block that can be found holds what its hash stands for, all of it of final tokens."""
+    pool = run.scheduler.kv.pool
+    for block in pool.blocks:
+        if block.block_hash is None or block.step > len(run.plans):
+            continue
+        held = [run.worker.blocks[block.block_id].get(offset) for offset in range(len(block.token_ids))]
+        chain = [content.prefix for content in held if content is not None]
+        assert VOID not in chain
+        for before, token_id, after in zip(chain, block.token_ids[1:], chain[1:], strict=False):
+            # Logits that are not finite are known when the step's result is processed.
+            assert POISON in (before, after) or after == next_prefix(before, token_id)
 
 
 @pytest.fixture(scope="session")
