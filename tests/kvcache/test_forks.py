@@ -34,9 +34,9 @@ def test_the_first_to_write_copies_and_the_last_owner_writes_in_place():
     assert allocation is not None
     new_block_ids, replaced = allocation
     copy = table(kv, a)[2]
-    assert (new_block_ids, replaced) == ([], [(0, 2, copy)])
+    assert (new_block_ids, replaced) == ((), [(0, 2, copy)])
     assert copy not in shared
-    assert kv.allocate_slots(b, 1) == ([], [])
+    assert kv.allocate_slots(b, 1) == ((), [])
     assert table(kv, a) == [*shared[:2], copy]
     assert table(kv, b) == shared
     assert transfers(kv) == [(COPY, shared[2], copy)]
@@ -177,6 +177,6 @@ def test_every_group_of_layers_copies_its_own_block():
     b.token_ids.append(9)
     allocation = kv.allocate_slots(b, 1)
     assert allocation is not None
-    assert allocation == ([], [(group, 1, table(kv, b, group)[1]) for group in (0, 1)])
+    assert allocation == ((), [(group, 1, table(kv, b, group)[1]) for group in (0, 1)])
     assert transfers(kv) == [(COPY, shared[group], table(kv, b, group)[1]) for group in (0, 1)]
     kv.check_integrity()

@@ -45,6 +45,10 @@ def run(seeds: range) -> None:
     assert not rare, f"too rare to show anything: {rare} of {counts}"
 
 
-@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 5))])
-def test_a_hundred_thousand_random_operations(group: int):
-    run(range(40 * group, 40 * group + 40))
+@pytest.mark.parametrize(
+    "seeds",
+    [range(16), *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(16, 216, 40))],
+    ids=str,
+)
+def test_random_operations(seeds: range):
+    run(seeds)

@@ -318,7 +318,7 @@ def test_with_room_for_everything_the_search_is_exhaustive(
     assert [beam.score for beam in beams] == pytest.approx([scores[text] for text in expected])
 
 
-# Against transformers.
+# Against transformers, which takes long to import.
 
 PROMPTS = [[5, 9, 11], [3], [17, 8, 8, 30, 41, 2]]
 WIDTHS, MAX_TOKENS = (2, 4, 7), (1, 2, 3, 5, 8, 13, 20)
@@ -376,6 +376,7 @@ def likely_ends(distribution: Distribution, number: int) -> list[int]:
     return list(dict.fromkeys([paths[0][4], paths[1][2], paths[2][1], paths[3][6], *paths[0]]))[:number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("number_of_stop_ids", [0, 1, 2])
@@ -393,6 +394,7 @@ def test_equal_to_transformers(models, number_of_stop_ids, early_stopping, lengt
         assert [beam.score for beam in ours] == pytest.approx([s for _, s in expected], rel=1e-5, abs=1e-4), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 4, 20])
 def test_width_one_equals_transformers_greedy_search(models, max_tokens):
     for (model, distribution), prompt in zip(models, PROMPTS, strict=True):
@@ -401,6 +403,7 @@ def test_width_one_equals_transformers_greedy_search(models, max_tokens):
             assert texts(beams_of(distribution, set(stop_ids), max_tokens, beam_width=1)) == [expected[0][0]]
 
 
+@pytest.mark.slow
 def test_the_models_make_beams_end_at_different_times(models):
     """Or else the comparison above would show little."""
     lengths = set()
