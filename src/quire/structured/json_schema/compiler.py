@@ -78,7 +78,7 @@ def _alternatives(emitter: Emitter, demand: Demand) -> str:
         raise unsupported(pointer, "it has no instances")
     emitter.expander.budget.spend(10 * len(shapes), pointer)
     found = dict.fromkeys(expression for shape in shapes for expression in _expressions(emitter, shape, pointer))
-    # Demand strings are one terminal, and so are all numbers: the lexer pays for each terminal.
+    # All strings are one terminal, and so are all numbers: the lexer pays for each terminal.
     strings = [string_language(shape) for shape in shapes if isinstance(shape, StringShape)]
     if strings:
         found[texts.string(regular.alt(*strings))] = None

@@ -54,7 +54,7 @@ Bound = tuple[int | float, bool]
 @dataclass(frozen=True)
 class NumberShape:
     """Numbers: of which kind (whole: True, False, or None for both), between bounds (value, is it excluded), for each
-    of `multiples` a multiple or (False) none, among `values` if that is not None, and none of `excluded`. Demand values
+    of `multiples` a multiple or (False) none, among `values` if that is not None, and none of `excluded`. All values
     are as in the schema.
     """
 
