@@ -145,6 +145,23 @@ def test_an_error_in_a_step_takes_the_requests_out() -> None:
     assert quiet(llm, "again")[0].finished
 
 
+def test_an_engine_that_refuses_a_request_keeps_none_of_the_others() -> None:
+    llm, engine = fake_llm()
+    send = engine.send
+
+    def refusing(message: Any) -> None:
+        if isinstance(message, EngineRequest) and message.request_id == "2":
+            raise RequestError("no more")
+        send(message)
+
+    engine.send = refusing  # type: ignore[method-assign]
+    llm._requests._send = refusing
+    with pytest.raises(RequestError, match="no more"):
+        quiet(llm, ["a", "b", "c"])
+    assert not engine.live and llm._requests.outputs.num_unfinished == 0
+    assert quiet(llm, "again", SamplingParams(max_tokens=2))[0].finished
+
+
 def test_an_engine_that_forgets_requests_does_not_hang_us() -> None:
     llm, engine = fake_llm()
     engine.has_unfinished = lambda: False  # type: ignore[method-assign]

@@ -387,7 +387,11 @@ class LLM:
             )
             checked.append((str(self._num_requests + index), item.prompt, item.params, engine_requests))
         self._num_requests += len(checked)
-        return [self._requests.start(*request) for request in checked]
+        states: list[RequestState] = []
+        with self._aborting(states):
+            for request in checked:
+                states.append(self._requests.start(*request))
+        return states
 
     def _step(self, engine: EngineCore) -> tuple[int, int]:
         """Run a step; return how many requests it finished, and how many tokens it generated."""

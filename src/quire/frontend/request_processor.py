@@ -55,11 +55,15 @@ class RequestProcessor:
         """Register a request and send what `inputs.build` made of it. `notify` as in `RequestState`.
 
         Raises:
-            RequestError: an unfinished request has this id.
+            RequestError: an unfinished request has this id, or the engine refuses it.
         """
         state = self.outputs.add(request_id, prompt_text(prompt), engine_requests, params, notify)
-        for engine_request in engine_requests:
-            self._send(engine_request)
+        try:
+            for engine_request in engine_requests:
+                self._send(engine_request)
+        except BaseException:
+            self.abort([request_id])
+            raise
         return state
 
     def process(self, outputs: EngineOutputs) -> list[RequestState]:
