@@ -15,7 +15,7 @@ import torch
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.gpu.arrays import ArrayOps
-from quire.kernels.gpu.attention_kernels import Counts, Layer, attention_kernel, batch_of, join_kernel
+from quire.kernels.gpu.attention_kernels import Form, Layer, attention_kernel, batch_of, join_kernel
 from quire.kernels.gpu.attention_library import FlashInfer, attend_prompts, has_flash, whole_prompts
 from quire.kernels.gpu.attention_plan import Launch, decode_launch, launches, prompt_launch
 from quire.kernels.gpu.cache import KVCache
@@ -108,19 +108,18 @@ class AttentionOps(ArrayOps):
             rows = tiles * tiling.queries * heads
             memory = torch.empty(rows * parts * (size + 2), dtype=torch.float32, device=q.device)
             workspace = memory[rows * parts * size :], memory[: rows * parts * size]
-        window, cap, sinks = params.sliding_window is not None, params.softcap, params.sinks
-        layer = Layer(heads, kv_heads, size, launch.padded, cache.block_size, params.causal, window)
-        fresh_from, behind = torch_from or 1 << 30, params.reach[0] if window else 0
-        counts = Counts(tables.stride(0), sequences, splits, parts, launch.least, fresh_from, behind)
+        cap, sinks, window = params.softcap, params.sinks, params.sliding_window is not None
+        behind, pdl = params.reach[0] if window else 0, self.pdl and metadata.single
+        layer = Layer(heads, kv_heads, size, launch.padded, cache.block_size, params.causal, window, behind)
         scale, cap = (params.scale * LOG2E, None) if cap is None else (params.scale / cap, cap * LOG2E)
-        batch = batch_of(metadata)
-        pdl = self.pdl and metadata.single
         extras, source = (sinks, params.alibi_slopes, scale, cap), (cache.data, cache.scales)
+        batch, counts = batch_of(metadata), (sequences, splits, parts, torch_from or 1 << 30)
+        form = Form(layer, tiling, pdl)
         options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": pdl}
         attention_kernel[(tiles, kv_heads * tiling.head_tiles, splits)](
-            rows_of(q), source, extras, out, workspace, batch, counts, layer, tiling, pdl, **options
+            rows_of(q), source, extras, out, workspace, batch, tables.stride(0), *counts, FORM=form, **options
         )
         if parts:
             join_kernel[(tiles * tiling.queries, heads)](
-                sinks, out, workspace, batch, counts, layer, tiling, pdl, num_warps=4, launch_pdl=pdl
+                sinks, out, workspace, batch, *counts, FORM=form, num_warps=4, launch_pdl=pdl
             )

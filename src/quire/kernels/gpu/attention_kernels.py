@@ -39,20 +39,8 @@ def batch_of(metadata: AttentionMetadata) -> Batch:
     return Batch(metadata.cu_query_lens, metadata.seq_lens, metadata.block_tables)
 
 
-class Counts(NamedTuple):
-    """Numbers that differ from step to step, so that no kernel is compiled once more for some of their values.
-
-    table_step: elements from table to table. splits, parts, least: see `Launch`. fresh_from: sequences that begin in
-    this step and have so many tokens are left to others. behind: keys before its own that a query sees, with a window.
-    """
-
-    table_step: Any
-    sequences: Any
-    splits: Any
-    parts: Any
-    least: Any
-    fresh_from: Any
-    behind: Any
+# Arguments that differ from step to step, so that no kernel is compiled once more for some of their values.
+COUNTS = ["table_step", "sequences", "splits", "parts", "fresh_from"]
 
 
 class Layer(NamedTuple):
@@ -65,6 +53,7 @@ class Layer(NamedTuple):
     block_size: int
     causal: bool
     window: bool
+    behind: int  # keys before its own that a query sees, with a window
 
 
 class Tiling(NamedTuple):
@@ -74,7 +63,7 @@ class Tiling(NamedTuple):
     keys: that a tile goes through at a time.
     one_tile: each sequence is one tile, and those with more queries than it has are left out. short: sequences of so
         many queries are left out where it is not. single: every sequence has one query.
-    chunk: keys of a share if that is fixed, or 0.
+    least: keys of the smallest share. chunk: keys of a share if that is fixed, or 0.
     """
 
     rows: int
@@ -82,14 +71,23 @@ class Tiling(NamedTuple):
     tile_heads: int
     head_tiles: int
     keys: int
-    short: int
-    one_tile: bool
+    least: int
     single: bool
-    chunk: int
+    short: int = 0
+    one_tile: bool = False
+    chunk: int = 0
+
+
+class Form(NamedTuple):
+    """What kernels are compiled for. pdl: see `pdl.py`."""
+
+    layer: Layer
+    tiling: Tiling
+    pdl: bool
 
 
 @triton.jit
-def find_tile(batch, tile, num_sequences, TILING: tl.constexpr):
+def find_tile(batch, tile, sequences, TILING: tl.constexpr):
     """Return the sequence of a tile, the first row of that, its queries, its length, and the tile's first query.
 
     With `one_tile` every sequence has one. Otherwise sequence s has those from cu[s] // queries + s on, so that each
@@ -101,10 +99,10 @@ def find_tile(batch, tile, num_sequences, TILING: tl.constexpr):
         s, first = tile, 0
     else:
         s = -1
-        for base in range(0, num_sequences, SEARCH):
+        for base in range(0, sequences, SEARCH):
             at = base + tl.arange(0, SEARCH)
-            begins = tl.load(batch.cu + at, mask=at < num_sequences, other=0) // BQ + at
-            s += tl.sum(((at < num_sequences) & (begins <= tile)).to(tl.int32), 0)
+            begins = tl.load(batch.cu + at, mask=at < sequences, other=0) // BQ + at
+            s += tl.sum(((at < sequences) & (begins <= tile)).to(tl.int32), 0)
         first = (tile - tl.load(batch.cu + s) // BQ - s) * BQ
     if TILING.single:
         start, queries = s, 1
@@ -119,7 +117,7 @@ def find_tile(batch, tile, num_sequences, TILING: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(length, queries, first, behind, LAYER: tl.constexpr, TILING: tl.constexpr):
+def seen_keys(length, queries, first, LAYER: tl.constexpr, TILING: tl.constexpr):
     """Return the range of keys that any query of a tile sees."""
     context = length - queries
     last = tl.minimum(first + TILING.queries, queries) - 1
@@ -127,25 +125,25 @@ def seen_keys(length, queries, first, behind, LAYER: tl.constexpr, TILING: tl.co
     if LAYER.causal:
         high = tl.minimum(high, context + last + 1)
     if LAYER.window:
-        low = tl.maximum(0, context + first - behind)
+        low = tl.maximum(0, context + first - LAYER.behind)
         if not LAYER.causal:
-            high = tl.minimum(high, context + last + behind + 1)
+            high = tl.minimum(high, context + last + LAYER.behind + 1)
     return low, high
 
 
 @triton.jit
-def shares(low, high, counts, TILING: tl.constexpr):
+def shares(low, high, splits, TILING: tl.constexpr):
     """Return where the first share of a tile's keys begins, how long each is, and how many there are.
 
     Shares are of `chunk` keys, counted from the sequence's first, or, where that is 0, as long as it takes to have no
-    more than `splits` of the counts, and at least `least`.
+    more than `splits`, and at least `least`.
     """
     BN: tl.constexpr = TILING.keys
     if TILING.chunk > 0:
         begin, length = low // TILING.chunk * TILING.chunk, TILING.chunk
     else:
         begin = low // BN * BN
-        length = tl.maximum((high - begin + counts.splits - 1) // counts.splits, counts.least)
+        length = tl.maximum((high - begin + splits - 1) // splits, TILING.least)
         length = (length + BN - 1) // BN * BN
     return begin, length, tl.maximum((high - begin + length - 1) // length, 0)
 
@@ -194,7 +192,7 @@ def logits_of(s, keys, live, tile, scaled, constants, LAYER: tl.constexpr, MASKE
     scaled: whether keys had scales of their own. tile, constants: see `attend`.
     """
     _, _, _, _, positions, slopes = tile
-    scale, cap, behind = constants
+    scale, cap = constants
     if cap is not None or slopes is not None or scaled:
         s = s * scale
     if cap is not None:
@@ -207,9 +205,9 @@ def logits_of(s, keys, live, tile, scaled, constants, LAYER: tl.constexpr, MASKE
         if LAYER.causal:
             seen = seen & (keys[None, :] <= positions[:, None])
         if LAYER.window:
-            seen = seen & (keys[None, :] >= positions[:, None] - behind)
+            seen = seen & (keys[None, :] >= positions[:, None] - LAYER.behind)
             if not LAYER.causal:
-                seen = seen & (keys[None, :] <= positions[:, None] + behind)
+                seen = seen & (keys[None, :] <= positions[:, None] + LAYER.behind)
         s = tl.where(seen, s, float("-inf"))
     return s
 
@@ -222,12 +220,12 @@ def attend(state, begin, end, tile, source, constants, LAYER: tl.constexpr, BN: 
     tile: queries [rows, padded], the range of keys that may be loaded, the position of the first query and of each
         row's, and ALiBi slopes of rows or None.
     source: data and scales (or None) of the cache, block table of the sequence, KV head.
-    constants: scale, softcap or None, and `Counts.behind`.
+    constants: scale, and softcap or None.
     """
     m, total, acc = state
     q, low, high, _, _, slopes = tile
     data, scales, table, head = source
-    scale, cap, _ = constants
+    scale, cap = constants
     PLAIN: tl.constexpr = cap is None and slopes is None and scales is None
     SIDE: tl.constexpr = LAYER.kv_heads * LAYER.block_size
     within = tl.arange(0, LAYER.padded)
@@ -277,17 +275,16 @@ def attend_share(begin, end, tile, source, constants, LAYER: tl.constexpr, TILIN
     """
     BN: tl.constexpr = TILING.keys
     _, _, high, position, _, _ = tile
-    behind = constants[2]
     state = nothing(TILING.rows, LAYER.padded)
     if (not TILING.one_tile) and TILING.chunk == 0:
         free_from, free_to = begin, tl.minimum(end, high) // BN * BN
         if LAYER.window:  # the last query of the tile sees the fewest of the first keys
-            last = tl.maximum(position + TILING.queries - 1 - behind, 0)
+            last = tl.maximum(position + TILING.queries - 1 - LAYER.behind, 0)
             free_from = tl.minimum(tl.maximum(begin, (last + BN - 1) // BN * BN), end)
         if LAYER.causal:  # the first query of the tile sees the fewest of the last keys
             free_to = tl.minimum(free_to, (position + 1) // BN * BN)
         elif LAYER.window:
-            free_to = tl.minimum(free_to, (position + behind + 1) // BN * BN)
+            free_to = tl.minimum(free_to, (position + LAYER.behind + 1) // BN * BN)
         free_to = tl.maximum(free_to, free_from)
         if LAYER.window:
             state = attend(state, begin, free_from, tile, source, constants, LAYER, BN, True)
@@ -320,22 +317,26 @@ def store_share(
     tl.store(parts + (at * LAYER.size)[:, None] + tl.arange(0, LAYER.padded)[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["counts"])
+@triton.jit(do_not_specialize=COUNTS)
 def attention_kernel(
-    q, cache, extras, out, workspace, batch, counts, LAYER: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr
+    q, cache, extras, out, workspace, batch, table_step, sequences, splits, parts, fresh_from, FORM: tl.constexpr
 ):
     """Attention of one tile. Grid: tiles; KV heads times tiles of their query heads; splits.
 
-    With a workspace the results of a share of keys go to its sums [rows, parts, 2] (largest logit, sum) and parts
+    With a workspace the results of a share of keys go to its sums [rows, parts, 2] (largest logit, sum) and values
     [rows, parts, size], where a tile's rows are those from tile * queries * heads on; otherwise a tile's go to out
     [T, heads * size].
 
     Args:
-        q: `Rows`. cache: data and scales (or None) of a `KVCache`. batch: `Batch`. counts: `Counts`.
+        q: `Rows`. cache: data and scales (or None) of a `KVCache`. batch: `Batch`.
+        table_step: elements from table to table. splits, parts: programs that share the keys of a tile, and how many
+            shares there may be. fresh_from: sequences that begin in this step and have so many tokens are left out.
         extras: sinks and ALiBi slopes float32 [heads], or None; the scale of logits to base 2, and their cap or None.
     """
-    launch_dependents(PDL)
-    wait_for_dependencies(PDL)
+    LAYER: tl.constexpr = FORM.layer
+    TILING: tl.constexpr = FORM.tiling
+    launch_dependents(FORM.pdl)
+    wait_for_dependencies(FORM.pdl)
     sinks, slopes, scale, cap = extras
     HEAD_TILES: tl.constexpr = TILING.head_tiles
     GROUP: tl.constexpr = LAYER.heads // LAYER.kv_heads
@@ -343,10 +344,10 @@ def attention_kernel(
     number, head, split = tl.program_id(0), tl.program_id(1) // HEAD_TILES, tl.program_id(2)
     if not TILING.one_tile:
         number = tl.num_programs(0) - 1 - number  # those that see the most keys first
-    s, start, queries, length, first = find_tile(batch, number, counts.sequences, TILING)
-    low, high = seen_keys(length, queries, first, counts.behind, LAYER, TILING)
-    begin, share, count = shares(low, high, counts, TILING)
-    if (first >= queries) | ((queries >= counts.fresh_from) & (queries == length)) | (SPLIT & (split >= count)):
+    s, start, queries, length, first = find_tile(batch, number, sequences, TILING)
+    low, high = seen_keys(length, queries, first, LAYER, TILING)
+    begin, share, count = shares(low, high, splits, TILING)
+    if (first >= queries) | ((queries >= fresh_from) & (queries == length)) | (SPLIT & (split >= count)):
         return
     row = tl.arange(0, TILING.rows)
     own = row // TILING.tile_heads
@@ -357,8 +358,8 @@ def attention_kernel(
     mask = valid[:, None] & (within < LAYER.size)[None, :]
     q_at = q.data + (token * q.stride + q_head * LAYER.size)[:, None] + within[None, :]
     values = tl.load(q_at, mask=mask, other=0.0).to(out.dtype.element_ty)
-    source = (cache[0], cache[1], batch.tables + tl.cast(s, tl.int64) * counts.table_step, head)
-    constants, position = (scale, cap, counts.behind), length - queries + first
+    source = (cache[0], cache[1], batch.tables + tl.cast(s, tl.int64) * table_step, head)
+    constants, position = (scale, cap), length - queries + first
     if slopes is not None:
         slope = tl.load(slopes + q_head, mask=valid, other=0.0) * LOG2E
         tile = (values, low, high, position, position + own, slope)
@@ -366,9 +367,9 @@ def attention_kernel(
         tile = (values, low, high, position, position + own, slopes)
 
     if SPLIT:
-        at = ((number * TILING.queries + own).to(tl.int64) * LAYER.heads + q_head) * counts.parts
+        at = ((number * TILING.queries + own).to(tl.int64) * LAYER.heads + q_head) * parts
         if TILING.chunk > 0:
-            for index in range(split, count, counts.splits):
+            for index in range(split, count, splits):
                 start = begin + index * share
                 store_share(workspace, at + index, start, share, valid, mask, tile, source, constants, LAYER, TILING)
         else:
@@ -423,24 +424,26 @@ def joined_chunks(sums, parts, at, count, LAYER: tl.constexpr):
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=["counts"])
-def join_kernel(sinks, out, workspace, batch, counts, LAYER: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=COUNTS[1:])
+def join_kernel(sinks, out, workspace, batch, sequences, splits, parts, fresh_from, FORM: tl.constexpr):
     """Join what `attention_kernel` found of one row in shares of the keys. Grid: tiles times `queries`; heads."""
-    launch_dependents(PDL)
-    wait_for_dependencies(PDL)
+    LAYER: tl.constexpr = FORM.layer
+    TILING: tl.constexpr = FORM.tiling
+    launch_dependents(FORM.pdl)
+    wait_for_dependencies(FORM.pdl)
     tile, own, head = tl.program_id(0) // TILING.queries, tl.program_id(0) % TILING.queries, tl.program_id(1)
-    _, start, queries, length, first = find_tile(batch, tile, counts.sequences, TILING)
-    if (first + own >= queries) | ((queries >= counts.fresh_from) & (queries == length)):
+    _, start, queries, length, first = find_tile(batch, tile, sequences, TILING)
+    if (first + own >= queries) | ((queries >= fresh_from) & (queries == length)):
         return
-    low, high = seen_keys(length, queries, first, counts.behind, LAYER, TILING)
-    _, _, count = shares(low, high, counts, TILING)
+    low, high = seen_keys(length, queries, first, LAYER, TILING)
+    _, _, count = shares(low, high, splits, TILING)
     within = tl.arange(0, LAYER.padded)
-    sums, parts = workspace
-    at = (tl.program_id(0).to(tl.int64) * LAYER.heads + head) * counts.parts
+    sums, values = workspace
+    at = (tl.program_id(0).to(tl.int64) * LAYER.heads + head) * parts
     if TILING.chunk > 0:
-        m, total, acc = joined_chunks(sums, parts, at, count, LAYER)
+        m, total, acc = joined_chunks(sums, values, at, count, LAYER)
     else:
-        m, total, acc = joined_shares(sums, parts, at, count, LAYER)
+        m, total, acc = joined_shares(sums, values, at, count, LAYER)
     if sinks is not None:
         total, acc = with_sink(m, total, acc, tl.load(sinks + head) * LOG2E)
     result = acc / tl.where(total == 0, 1.0, total)

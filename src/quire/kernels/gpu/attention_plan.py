@@ -5,7 +5,7 @@ All of it follows from shapes and types, and nothing from what is in a step's ar
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -28,14 +28,13 @@ class Launch(NamedTuple):
 
     Attributes:
         tiling: what it is compiled for. padded: elements of a head. warps, stages: of the kernel.
-        least: keys of the smallest share. places: programs that run at once on the whole chip.
+        places: programs that run at once on the whole chip.
     """
 
     tiling: Tiling
     padded: int
     warps: int
     stages: int
-    least: int
     places: int
 
     def splits(self, programs: int, most_keys: int) -> tuple[int, int]:
@@ -49,7 +48,7 @@ class Launch(NamedTuple):
             if not self.tiling.one_tile or chunks == 1:
                 return 1, 0
             return min(chunks, max(1, WAVES * self.places // programs)), chunks
-        most = max(1, most_keys // self.least)
+        most = max(1, most_keys // self.tiling.least)
         if not self.tiling.one_tile:
             splits = min(most, self.places // programs)
             return (splits, splits) if splits > 1 else (1, 0)
@@ -123,8 +122,8 @@ def decode_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, si
     if cache.stored:  # converted in registers, which are what is scarce then
         default = {"keys": min(64, max(16, 4096 // padded)), "warps": 4, "stages": 4, "places": 3}
     choice = backend.tuned_configs.get("decode_attention", _key(cache, params), default)
-    tiling = _tiling(rows, group, choice["keys"], single=single, one_tile=True)
-    return Launch(tiling, padded, choice["warps"], choice["stages"], LEAST_SHARE, backend.num_sms * choice["places"])
+    tiling = _tiling(rows, group, choice["keys"], LEAST_SHARE, single=single, one_tile=True)
+    return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms * choice["places"])
 
 
 def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, tokens: int) -> Launch:
@@ -151,16 +150,14 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
     size = "many" if tokens * params.num_heads >= 128 * backend.num_sms else "few"
     choice = backend.tuned_configs.get("prompt_attention", f"{_key(cache, params)} {size}", default)
     short = decode_launch(backend, cache, params, False).tiling.queries
-    tiling = _tiling(choice["rows"], group, choice["keys"], short=short)
-    return Launch(tiling, padded, choice["warps"], choice["stages"], LEAST_PROMPT_SHARE, backend.num_sms)
+    tiling = _tiling(choice["rows"], group, choice["keys"], LEAST_PROMPT_SHARE, short=short)
+    return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms)
 
 
-def _tiling(
-    rows: int, group: int, keys: int, *, single: bool = False, one_tile: bool = False, short: int = 0, chunk: int = 0
-) -> Tiling:
+def _tiling(rows: int, group: int, keys: int, least: int, *, single: bool = False, **others: Any) -> Tiling:
     """Return tiles of so many rows for groups of query heads that share a KV head."""
     queries = 1 if single else max(1, rows // group)
-    return Tiling(rows, queries, min(group, rows), -(-group // rows), keys, short, one_tile, single, chunk)
+    return Tiling(rows, queries, min(group, rows), -(-group // rows), keys, least, single, **others)
 
 
 def _invariant_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, single: bool) -> Launch:
@@ -176,5 +173,5 @@ def _invariant_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams
     if not exact and backend.capability < (9, 0):
         keys, warps = 32 if padded <= 128 and not cache.stored else 16, 8  # see `prompt_launch`
     assert CHUNK % keys == 0, "no key is in two chunks"
-    tiling = _tiling(rows, group, keys, single=single, one_tile=single, chunk=CHUNK)
-    return Launch(tiling, padded, warps, 1 if exact else 2, LEAST_SHARE, backend.num_sms * 2)
+    tiling = _tiling(rows, group, keys, LEAST_SHARE, single=single, one_tile=single, chunk=CHUNK)
+    return Launch(tiling, padded, warps, 1 if exact else 2, backend.num_sms * 2)

@@ -2,7 +2,8 @@
 
 A field that is None is left out of the compiled kernel, which tests it (`if w.bias is not None`) at no cost. What a
 kernel is compiled for is another NamedTuple, its `FORM`. No field may be called `type`, `value` or `values`, which are
-attributes of Triton's own tuples. Within a kernel a field of FORM is a plain number, which Triton takes almost
+attributes of Triton's own tuples, and `do_not_specialize` reaches no fields: numbers that differ from step to step are
+arguments by themselves. Within a kernel a field of FORM is a plain number, which Triton takes almost
 everywhere; shapes and `static_range` want it assigned to a name annotated as `tl.constexpr` first.
 """
 
