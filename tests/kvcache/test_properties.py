@@ -47,7 +47,7 @@ def run(seeds: range) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(16), *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(16, 216, 40))],
+    [range(24), *(pytest.param(range(at, at + 40), marks=pytest.mark.slow) for at in range(24, 224, 40))],
     ids=str,
 )
 def test_random_operations(seeds: range):
