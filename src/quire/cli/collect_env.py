@@ -1,7 +1,7 @@
-"""`quire collect-env`: what a report of a problem should say of the machine and of what is installed.
+"""`quire collect-env`: versions, hardware and limits of this machine, for a bug report.
 
-It imports neither numpy nor torch for their versions, which stand in their metadata, and prints no key, no path of a
-user's, and no variable's value but those that change how the kernels run.
+Versions come from package metadata, without importing numpy or torch. It prints no keys, no paths of the user's, and
+only environment variables that change how the kernels run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Return what there is to say, by part."""
+    """Return name -> value of everything, by section."""
     return {
         "quire": {"version": __version__, "installed from source": str(not _in_site_packages()).lower()},
         "system": {
@@ -102,7 +102,7 @@ def _gpus() -> dict[str, Any]:
         ): f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
         for gpu in find_gpus()
     }
-    # Triton has the little program that launches a kernel compiled by one of these.
+    # Triton compiles the launcher of a kernel with one of these.
     compilers = [name for name in COMPILERS if shutil.which(name)]
     return {**(found or {"found": "none"}), "C compilers": ", ".join(compilers) or "none"}
 

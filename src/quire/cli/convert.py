@@ -34,7 +34,7 @@ class ConvertOptions:
 
 
 FLAGS = flags_of((ModelConfig, DeviceConfig, LogOptions, ConvertOptions))
-# Files beside weights that a folder may have; what is in sub-folders is named with them.
+# Files of a model folder other than weights, including those in sub-folders.
 COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -53,7 +53,7 @@ STORED = ("quantization_config", "compression_config", "quire_packed")  # keys o
 
 
 def run(values: dict[str, Any]) -> int:
-    """Convert, say what was written, and return 0."""
+    """Convert, print the path and size of the result, and return 0."""
     options = options_from(ConvertOptions, values)
     out = Path(values.pop("out")).expanduser()
     config = engine_config(values)
@@ -87,7 +87,7 @@ def _check_out(out: Path, *, force: bool) -> None:
 
 
 def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
-    """Load the model as the engine would, and keep what it packs."""
+    """Load the model as the engine would, and write the weights that it packs."""
     from quire.checkpoint.hf_config import load_model_info
     from quire.checkpoint.open import is_packed, open_weights, weight_files
     from quire.checkpoint.packed import CONFIG_KEY, PACKED_FILE, write_packed
@@ -129,7 +129,7 @@ def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
 
 
 def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
-    """Write the weights one by one, in another type or as integers."""
+    """Write the weights one by one, in another dtype or quantized."""
     from quire.checkpoint.open import open_weights
     from quire.checkpoint.safetensors import SINGLE_FILE
     from quire.checkpoint.write import plain_parts, quantized_parts, write_safetensors
@@ -150,7 +150,7 @@ def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path
 
 
 def _quantization(name: str, parts: list[Any]) -> dict[str, Any]:
-    """Return what config.json says of quantized parts."""
+    """Return the `quantization_config` of quantized parts, for config.json."""
     from quire.checkpoint.write import quantization_config
 
     bits = 4 if name == "int4" else 8
@@ -168,7 +168,7 @@ def _quantization(name: str, parts: list[Any]) -> dict[str, Any]:
 
 
 def _write_config(info: ModelInfo, out: Path, model: ModelConfig, extra: Mapping[str, Any]) -> None:
-    """Write config.json and everything that stands beside weights."""
+    """Write config.json, and copy the other files of a model folder except the weights."""
     from quire.checkpoint.gguf.source import is_gguf
     from quire.checkpoint.hf_config import CONFIG_FILE, read_config
 
@@ -189,7 +189,7 @@ def _write_config(info: ModelInfo, out: Path, model: ModelConfig, extra: Mapping
 
 
 def _write_tokenizer(path: Path, out: Path) -> None:
-    """Write the tokenizer of a GGUF file as the files that folders have."""
+    """Write the tokenizer of a GGUF file as the files of a model folder."""
     from quire.tokenizer.files import (
         CONFIG_FILE,
         TEMPLATE_FILE,

@@ -125,7 +125,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Store(argparse.Action):
-    """Store a value; refuse a second one unless the flag makes a list. Flags that were not given leave no trace."""
+    """Store a value; refuse a second one unless the flag makes a list. Flags that were not given are not set."""
 
     def __init__(self, flag: Flag, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -250,7 +250,7 @@ def parse_text(flag: Flag, text: str) -> Any:
 
 
 def checked(flag: Flag, value: Any) -> Any:
-    """Check a typed value; the error does not repeat the name, because the caller says where the value stood."""
+    """Check a typed value; the error does not begin with the name, because the caller adds where the value is."""
     try:
         return flag.check(value)
     except QuireError as error:
@@ -302,7 +302,7 @@ def check_mapping(mapping: Mapping[Any, Any], flags: Sequence[Flag], where: str)
         if name not in known:
             raise ConfigError(f"{where}: {unknown_option(printable(name), list(known)).message}", param=name)
         if name in values:
-            raise ConfigError(f"{where}: {name} stands there twice", param=name)
+            raise ConfigError(f"{where}: {name} is given twice", param=name)
         try:
             values[name] = checked(known[name], value)
         except QuireError as error:
@@ -325,7 +325,7 @@ def load_yaml(path: Path, option: str) -> Any:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise ConfigError(f"{path}: {printable(str(key))} stands there twice")
+                    raise ConfigError(f"{path}: {printable(str(key))} is given twice")
             return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
 
     try:

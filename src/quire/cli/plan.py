@@ -1,7 +1,7 @@
-"""`quire plan`: what a model would take of this machine's memory and how much would fit, before anything is loaded.
+"""`quire plan`: how much memory a model needs and what fits beside it, before anything is loaded.
 
-It takes the options of `quire serve`, reads config.json and the headers of weight files, and prints; the arithmetic is
-`engine/plan.py`'s.
+It takes the options of `quire serve`, reads config.json and the headers of weight files, and prints what
+`engine/plan.py` computes.
 """
 
 from __future__ import annotations

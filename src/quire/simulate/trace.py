@@ -155,7 +155,7 @@ def parse_values(text: str, struct: type[Values], param: str, /, **given: Any) -
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
         if name in values:
-            raise ConfigError(f"{param}: {echo(pair)}: {name} stands there twice", param=param)
+            raise ConfigError(f"{param}: {echo(pair)}: {name} is given twice", param=param)
         values[name] = value
     try:
         return msgspec.convert(values, struct, strict=False)

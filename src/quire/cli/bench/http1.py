@@ -46,7 +46,7 @@ class HttpClient:
         self._idle: list[Connection] = []
 
     async def get_json(self, path: str) -> Any:
-        """GET and decode."""
+        """Return the decoded JSON of a GET request."""
         async with contextlib.aclosing(self.lines("GET", path)) as lines:
             body = b"".join([line async for line in lines])
         try:
@@ -55,7 +55,7 @@ class HttpClient:
             raise HttpError(f"{path} did not answer with JSON") from None
 
     async def lines(self, method: str, path: str, body: bytes | None = None) -> AsyncGenerator[bytes, None]:
-        """Send a request and yield the lines of its response, without waiting for the whole of it.
+        """Send a request and yield the lines of its response as they arrive.
 
         Raises:
             HttpError: no connection, a status other than 200, or a response that breaks off.
@@ -126,7 +126,7 @@ def _has_end(headers: dict[str, str]) -> bool:
 
 
 async def _body_lines(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
-    """Yield the body line by line, line ends included, the last one as it is."""
+    """Yield the body line by line, including line ends, which the last line need not have."""
     rest = b""
     async for piece in _pieces(reader, headers):
         *lines, rest = (rest + piece).split(b"\n")
@@ -150,7 +150,7 @@ async def _pieces(reader: asyncio.StreamReader, headers: dict[str, str]) -> Asyn
 
 
 def _error_text(body: bytes) -> str:
-    """Return the message of an OpenAI-style error object, or the start of whatever it is."""
+    """Return the message of an OpenAI-style error object, or else the beginning of the body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,8 +1,8 @@
-"""`quire bench quality`: what rounding weights, inputs, keys and values costs, as perplexity on held-back text.
+"""`quire bench quality`: what quantizing weights, activations, keys and values costs, as perplexity on held-out text.
 
 Every passage is scored by each variant with `prompt_logprobs`: the model predicts each of its tokens from those before.
 The first variant is what the others are compared with, token by token on the same text; the error given with a
-difference is its standard error over passages. The demo model comes with passages that it was never trained on.
+difference is its standard error over passages. The demo model comes with passages that it was not trained on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FLAGS = [*flags_of((QualityOptions,)), *(flag for flag in flags_of(OFFLINE_GROUP
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one variant made of the passages: for each, the sum of -log p [nats] and the tokens it is over."""
+    """The loss of one variant on each passage: the sum of -log p [nats], and the number of predicted tokens."""
 
     losses: tuple[tuple[float, int], ...]
     weight_bytes: int
@@ -190,6 +190,6 @@ def as_json(scores: dict[str, Score], first: str) -> dict[str, Any]:
 COMMAND = Command(
     run=run,
     flags=FLAGS,
-    description="Measure what each kind of rounding costs, as perplexity on held-back text.",
+    description="Measure what each kind of quantization costs, as perplexity on held-out text.",
     arguments=(),
 )

@@ -1,7 +1,7 @@
-"""`quire bench serve`: load on a running server, at a given rate of arrivals, whatever the server makes of it.
+"""`quire bench serve`: measures a running server under an open load, at a given rate of arrivals.
 
-Requests go out at times drawn beforehand, not when earlier ones are answered, so that a slow server meets the load that
-users would put on it. Results have the keys of `vllm bench serve`.
+Requests are sent at times drawn beforehand, not when earlier ones complete, so that a slow server gets the same load as
+a fast one. Results have the keys of `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def make_plan(values: dict[str, Any]) -> Plan:
-    """Check what argument parsing alone cannot. Raises `ConfigError`."""
+    """Check options that depend on one another. Raises `ConfigError`."""
     from quire.cli.bench.metrics import parse_goodput, parse_names, parse_percentiles
 
     load: LoadOptions = options_from(LoadOptions, values)
@@ -172,7 +172,7 @@ async def measure(plan: Plan) -> tuple[dict[str, Any], list[RequestResult]]:
 
 
 async def wait_until_ready(client: HttpClient, seconds: float) -> tuple[str, int | None]:
-    """Wait until the server names its models; return the first one's name, and its context length if it says so.
+    """Wait until the server lists its models; return the name of the first, and its context length if it is known.
 
     Raises:
         QuireError: it does not name any in time.
@@ -235,7 +235,7 @@ def make_requests(plan: Plan, model: str, tokenizer: Tokenizer, samples: list[Sa
 
 
 def describe(plan: Plan, model: str) -> dict[str, Any]:
-    """Return the part of the result that says what was run."""
+    """Return the part of the result that describes the run."""
     rate = plan.load.request_rate
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S"),
@@ -277,7 +277,7 @@ def show(plan: Plan, summary: dict[str, Any]) -> None:
 
 
 def save(plan: Plan, summary: dict[str, Any], results: list[RequestResult]) -> None:
-    """Write the result file, with one list entry per request if asked for."""
+    """Write the result file, with lists of one entry per request for --save-detailed."""
     stored = dict(summary)
     if plan.result.save_detailed:
         stored |= {
