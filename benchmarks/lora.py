@@ -60,8 +60,8 @@ class Variant:
             for layer in model.kv_cache_spec().layers
         ]
         for cache in caches:  # memory that was never written would be read from one page of zeros
-            cache.flat_keys[:] = 0
-            cache.flat_values[:] = 0
+            cache.keys[:] = 0
+            cache.values[:] = 0
         if self.slots is not None and rank is not None:
             for slot in range(ADAPTERS):
                 self.slots.fill(slot, self.slots.pack(adapter(self.slots, rank, slot)), info.vocab_size)

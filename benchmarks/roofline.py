@@ -24,14 +24,14 @@ from quire.checkpoint.quantization.tensors import CodeTensor, code_layout
 from quire.checkpoint.small_floats import E2M1
 from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import AttentionMetadata, AttentionParams
-from quire.kernels.cpu import simd, simd_int
+from quire.kernels.cpu import simd
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import op
 from quire.kernels.cpu.pointers import bf16_ptr, f16_ptr, f32_ptr, i32_ptr, u32_ptr
 from quire.kernels.cpu.threads import Launcher
 
 MIB = 2**20
-octets_many = simd_int.int8_tiles[simd_int.HAS_VNNI][0]
+octets_many = simd.int8_tiles[simd.HAS_VNNI][0]
 ROTATE = 256 * MIB  # bytes of weights that a kernel goes through before it meets the first again
 
 
@@ -137,7 +137,7 @@ def measure_limits(launcher: Launcher) -> Limits:
 
     peaks = {"float32": rate(multiply_floats, simd.TILE_ROWS)}
     peaks["bfloat16"] = rate(multiply_pairs, 8) if simd.HAS_BF16_DOT else peaks["float32"]
-    peaks["int8"] = rate(multiply_octets, 8) if simd_int.HAS_VNNI else peaks["float32"]
+    peaks["int8"] = rate(multiply_octets, 8) if simd.HAS_VNNI else peaks["float32"]
     return Limits(bandwidth, peaks)
 
 

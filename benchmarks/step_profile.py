@@ -47,8 +47,8 @@ def main() -> None:
     layers = model.kv_cache_spec().layers
     caches = [backend.new_kv_cache(BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size) for layer in layers]
     for cache in caches:  # memory that was never written would be read from one page of zeros
-        cache.flat_keys[:] = 0
-        cache.flat_values[:] = 0
+        cache.keys[:] = 0
+        cache.values[:] = 0
     layer_caches = [LayerCache(cache) for cache in caches]
     graphs = StepGraphs(model, backend, layer_caches, max_tokens=4096, max_num_seqs=64, max_blocks=256)
     programs: list[Program] = []

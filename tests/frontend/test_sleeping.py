@@ -35,8 +35,8 @@ def answers(llm: LLM) -> list[object]:
 def write_all_blocks(llm: LLM) -> None:
     """Have the system give memory for the whole KV cache; the text of what is cached no longer matters."""
     for cache in core_of(llm).executor.worker.runner.kv_caches:  # type: ignore[attr-defined]
-        cache.flat_keys.fill(1)
-        cache.flat_values.fill(1)
+        cache.keys.fill(1)
+        cache.values.fill(1)
 
 
 @pytest.mark.parametrize("level", [1, 2])

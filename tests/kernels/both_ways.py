@@ -9,7 +9,8 @@ import numpy as np
 from quire.kernels.cpu.arithmetic import Arithmetic
 from quire.kernels.cpu.threads import Launcher
 
-T_SIZES = (1, 2, 3, 5, 8, 9, 17, 33, 64, 65, 130)
+T_SIZES = (1, 2, 5, 8, 9, 65, 130)  # for ops with tiles of rows: either side of every edge of a tile or an item
+ROWS = (1, 9, 65)  # for ops that do each row by itself
 Results = tuple[np.ndarray, ...]
 
 

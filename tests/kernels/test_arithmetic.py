@@ -10,7 +10,7 @@ import pytest
 
 from quire.kernels.cpu.arithmetic import ADD, MULTIPLY, SUBTRACT, combine, concat, contiguous
 from quire.kernels.cpu.threads import Launcher
-from tests.kernels.both_ways import T_SIZES, Results, both_ways, new_launcher
+from tests.kernels.both_ways import ROWS, Results, both_ways, new_launcher
 from tests.kernels.scenes import normal
 
 pytestmark = pytest.mark.usefixtures("always_parallel")
@@ -23,7 +23,7 @@ def launchers() -> list[Launcher]:
     return [new_launcher(1), new_launcher(2)]
 
 
-@pytest.mark.parametrize("count", T_SIZES)
+@pytest.mark.parametrize("count", ROWS)
 def test_operands_are_broadcast(launchers: list[Launcher], count: int) -> None:
     width = 1 + 13 * count % 70
     whole, row, column = (count, width), (1, width), (count, 1)

@@ -13,12 +13,11 @@ from quire.kernels.cpu.attention import (
     ATTEND_SHARED,
     MERGE_ALONE,
     MERGE_SHARED,
-    PIECES,
-    SPLIT_ROWS,
     Plan,
     make_plan,
 )
-from quire.kernels.cpu.attention_softmax import COST, COUNT, FIRST, LAST, POSITION, ROW, SEQUENCE, SLOT, SLOTS
+from quire.kernels.cpu.attention_kernels import COST, COUNT, FIRST, LAST, POSITION, ROW, SEQUENCE, SLOT, SLOTS
+from quire.kernels.cpu.sizes import ITEMS_PER_THREAD, SPLIT_ROWS
 from quire.kernels.cpu.threads import Launcher
 
 SEGMENT, BLOCK = 128, 16
@@ -92,7 +91,7 @@ def test_every_query_sees_every_segment_once(steps: list[tuple[int, int]], windo
 def test_one_long_context_occupies_all_threads(threads: int) -> None:
     _, items, merges = plan_of([(1, 100_000)], threads)
     assert len(merges) == 1
-    assert 2 * len(items) >= PIECES * threads
+    assert 2 * len(items) >= ITEMS_PER_THREAD * threads
     assert items[:, COST].max() <= 2 * items[:, COST].mean()
 
 

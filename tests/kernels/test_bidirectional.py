@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.reference.invariant import InvariantReferenceBackend
+from quire.kernels.reference.backend import InvariantReferenceBackend
 from tests.kernels.both_ways import new_launcher
 from tests.kernels.paged_scenes import KINDS, PAIRS, Direct, layer, quantized, scene_of
 from tests.kernels.scenes import Paged

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu import choose
-from quire.kernels.cpu.logprobs import logprobs_of
-from quire.kernels.cpu.row_maxima import row_maxima
+from quire.kernels.cpu import sampling
+from quire.kernels.cpu.sampling import logprobs_of, row_maxima
 from quire.kernels.cpu.threads import Launcher
-from tests.kernels.both_ways import T_SIZES, Results, both_ways, new_launcher
+from tests.kernels.both_ways import ROWS, Results, both_ways, new_launcher
 from tests.kernels.scenes import normal
 from tests.kernels.test_sampling import oracle
 
@@ -30,7 +29,7 @@ def sample(launcher: Launcher, logits: np.ndarray, *options: object) -> np.ndarr
     """Call `sample` with temperature, top_k, top_p, min_p and uniforms spread over the rows."""
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.float64)
     spread = [np.full(len(logits), option, dtype) for option, dtype in zip(options, dtypes, strict=True)]
-    return choose.sample(launcher, row_maxima(launcher, logits), *spread)
+    return sampling.sample(launcher, row_maxima(launcher, logits), *spread)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -109,7 +108,7 @@ def test_the_draw_from_many_tokens(
         assert token == wanted or border < 1e-12
 
 
-@pytest.mark.parametrize("count", T_SIZES)
+@pytest.mark.parametrize("count", ROWS)
 def test_the_draw_reads_its_options_late(launchers: list[Launcher], count: int) -> None:
     size = 1100
 
@@ -122,7 +121,7 @@ def test_the_draw_reads_its_options_late(launchers: list[Launcher], count: int) 
         return logits, temperature, top_k, top_p, min_p, rng.random(count)
 
     def compute(launcher: Launcher, logits: np.ndarray, *options: np.ndarray) -> Results:
-        return (choose.sample(launcher, row_maxima(launcher, logits[:, 1:-3]), *options),)
+        return (sampling.sample(launcher, row_maxima(launcher, logits[:, 1:-3]), *options),)
 
     def expect(logits: np.ndarray, *options: np.ndarray) -> Results:
         tokens = []
@@ -175,7 +174,7 @@ def test_penalties_reach_through_a_view(launchers: list[Launcher], count: int) -
         return normal(rng, 12, size + 3), rng.permutation(12)[:count], starts, np.concatenate(seen), counts, *options
 
     def compute(launcher: Launcher, logits: np.ndarray, *rest: np.ndarray) -> Results:
-        choose.penalize(launcher, logits[:, 1:-2], *rest)
+        sampling.penalize(launcher, logits[:, 1:-2], *rest)
         return (logits,)
 
     def expect(

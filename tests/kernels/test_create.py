@@ -15,8 +15,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.kernels.cpu import linear, linear_int
 from quire.kernels.cpu.attention import plan
-from quire.kernels.cpu.attention_float import ATTEND
-from quire.kernels.cpu.attention_softmax import merge
+from quire.kernels.cpu.attention_kernels import ATTEND, merge
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.kv_write import WRITE
@@ -80,7 +79,7 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
     [
         (None, {linear.FLOAT_OPS[np.dtype(np.float32)]}),
         ("int8", {linear_int.OPS[8, "generic"]}),
-        ("int8-weight-only", {linear_int.linear_int8_float}),
+        ("int8-weight-only", {linear_int.FLOAT_OP}),
         ("int4", {linear_int.OPS[4, "generic"], linear_int.OPS[8, "generic"]}),
     ],
 )

@@ -157,18 +157,3 @@ def test_rotary_turns_pairs_by_the_angle_of_their_position(head_size: int, rotar
         turned = plane * np.exp(1j * angles[positions])[:, None]
         np.testing.assert_allclose(got[:, :5, first], turned.real, atol=1e-6)
         np.testing.assert_allclose(got[:, :5, second], turned.imag, atol=1e-6)
-
-
-@pytest.mark.usefixtures("always_parallel")
-def test_threads_do_not_change_a_bit() -> None:
-    rng = np.random.default_rng(9)
-    x, weight = normal(rng, 37, 48), normal(rng, 24)
-    cpu, _ = pair()
-    single = type(cpu)(num_threads=1)
-    gated = [backend.gated_linear(x, halves(backend, 24), "silu") for backend in (cpu, single)]
-    np.testing.assert_array_equal(*gated)
-    half = np.ascontiguousarray(x[:, :24])
-    np.testing.assert_array_equal(cpu.rms_norm(half, weight, 1e-5), single.rms_norm(half, weight, 1e-5))
-    np.testing.assert_array_equal(
-        cpu.layer_norm(half, weight, weight, 1e-5), single.layer_norm(half, weight, weight, 1e-5)
-    )

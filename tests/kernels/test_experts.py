@@ -17,11 +17,10 @@ from quire.errors import ModelError
 from quire.kernels.cpu import activations
 from quire.kernels.cpu import experts as cpu_experts
 from quire.kernels.cpu.backend import CPUBackend
-from quire.kernels.cpu.routing import route
+from quire.kernels.cpu.experts import route
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert, RoutingParams
-from quire.kernels.reference.backend import ReferenceBackend
-from quire.kernels.reference.invariant import InvariantReferenceBackend
+from quire.kernels.reference.backend import InvariantReferenceBackend, ReferenceBackend
 from tests.kernels.both_ways import Results, both_ways, new_launcher
 
 LAUNCHERS = [new_launcher(1), new_launcher(2)]

@@ -12,9 +12,9 @@ from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.heads import head_linear, pack_heads
 from quire.kernels.cpu.simd import HAS_BF16_DOT
-from quire.kernels.cpu.simd_bf16 import SEGMENT
+from quire.kernels.cpu.sizes import SEGMENT
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.reference.invariant import InvariantReferenceBackend
+from quire.kernels.reference.backend import InvariantReferenceBackend
 from quire.step import DTYPE_BYTES, LayerKVSpec
 from tests.kernels.both_ways import both_ways, new_launcher
 from tests.kernels.scenes import normal, round_to

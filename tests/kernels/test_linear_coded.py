@@ -11,11 +11,12 @@ import pytest
 
 from quire.checkpoint.quantization.tensors import CodeTensor
 from quire.checkpoint.small_floats import E2M1
-from quire.kernels.cpu import activations, formats, linear, linear_coded
+from quire.kernels.cpu import activations, formats, linear_coded, products
 from quire.kernels.cpu.levels import available_levels, level_of
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.cpu.threads import Launcher
 from tests.helpers import stored
+from tests.helpers.packed import unpacked
 from tests.helpers.quantizers import NF4
 from tests.kernels.both_ways import T_SIZES, both_ways, new_launcher
 from tests.kernels.scenes import host, normal, round_to
@@ -83,7 +84,7 @@ def everything() -> list[np.ndarray]:
     """Return products of every kind in float32."""
     x = normal(np.random.default_rng(5), 11, 200)
     weights = [weight_of(kind, (40, 200), 200) for kind in KINDS]
-    return [np.array(linear_coded.linear(ONE, x, packed([weight], False, ONE))) for weight in weights]
+    return [np.array(products.linear(ONE, x, packed([weight], False, ONE))) for weight in weights]
 
 
 @pytest.mark.parametrize("paired", [PAIRED, False])
@@ -91,16 +92,16 @@ def everything() -> list[np.ndarray]:
 def test_products(kind: str, group: int, short: bool, paired: bool) -> None:
     tensor = weight_of(kind, (48, 600), group, short=short)
     weight = packed([tensor], paired)
-    values = weight.rows(np.arange(48))
+    values = unpacked(weight, np.arange(48))
     if paired and kind == "table":
         table = round_to(NF4_TABLE, "bfloat16")
         tensor = dataclasses.replace(tensor, table=table)
     np.testing.assert_array_equal(values, tensor.to_float32())
     rng = np.random.default_rng(6)
-    alone = np.array(linear_coded.linear(ONE, normal(rng, 1, 600), weight))
+    alone = np.array(products.linear(ONE, normal(rng, 1, 600), weight))
     for rows in T_SIZES:
         x = normal(np.random.default_rng(6), rows, 600)
-        got = linear_coded.linear(TWO, x, weight)
+        got = products.linear(TWO, x, weight)
         close(got, product(x, values, paired))
         np.testing.assert_array_equal(got[:1], alone)
 
@@ -112,13 +113,13 @@ def test_depth_of_more_than_a_panel_and_rows_of_any_number(kind: str, group: int
     tensor = power_weight((32, inputs)) if kind == "powers" else weight_of(kind, (32, inputs), group)
     weight = packed([tensor], True)
     assert weight.powers == (kind == "powers")
-    values, x = weight.rows(np.arange(32)), normal(np.random.default_rng(9), 77, inputs)
+    values, x = unpacked(weight, np.arange(32)), normal(np.random.default_rng(9), 77, inputs)
     if kind == "powers":
         np.testing.assert_array_equal(values, tensor.to_float32())
-    whole = np.array(linear_coded.linear(TWO, x, weight))
+    whole = np.array(products.linear(TWO, x, weight))
     close(whole, product(x, values, True))
     for rows in (1, 3, 8, 13):
-        np.testing.assert_array_equal(linear_coded.linear(ONE, x[:rows], weight), whole[:rows])
+        np.testing.assert_array_equal(products.linear(ONE, x[:rows], weight), whole[:rows])
 
 
 @pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
@@ -126,7 +127,7 @@ def test_scales_out_of_range_are_not_added_to_exponents() -> None:
     tensor = power_weight((32, 64), largest=2.0**126)
     weight = packed([tensor], True)
     assert not weight.powers
-    np.testing.assert_array_equal(weight.rows(np.arange(32)), tensor.to_float32())
+    np.testing.assert_array_equal(unpacked(weight, np.arange(32)), tensor.to_float32())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,8 +136,8 @@ def test_float32_products_are_those_of_the_widened_weight_to_the_bit(kind: str) 
     plain = formats.pack([host(tensor.to_float32())], None, "float32", ONE)
     for rows in (1, 13):
         x = normal(np.random.default_rng(7), rows, 528)
-        got = linear_coded.linear(TWO, x, packed([tensor], False))
-        np.testing.assert_array_equal(got, linear.linear(ONE, x, plain))
+        got = products.linear(TWO, x, packed([tensor], False))
+        np.testing.assert_array_equal(got, products.linear(ONE, x, plain))
 
 
 @pytest.mark.parametrize("paired", [PAIRED, False])
@@ -145,7 +146,7 @@ def test_gated_with_bias_recorded_or_not(paired: bool) -> None:
     gate, up = weight_of("table", (32, 96), 32), weight_of("table", (48, 96), 32).rows(16, 48)
     bias = normal(rng, 64)
     weight = packed([gate, up], paired, gated=True, biases=[host(bias[:32]), host(bias[32:])])
-    values = weight.rows(np.arange(64))
+    values = unpacked(weight, np.arange(64))
 
     def expect(wide: np.ndarray) -> tuple[np.ndarray]:
         both = product(wide[:, 3:99], values, paired, bias)
@@ -153,7 +154,7 @@ def test_gated_with_bias_recorded_or_not(paired: bool) -> None:
 
     both_ways(
         [ONE, TWO],
-        lambda launcher, wide: (linear_coded.linear(launcher, wide[:, 3:99], weight, activations.SILU),),
+        lambda launcher, wide: (products.linear(launcher, wide[:, 3:99], weight, activations.SILU),),
         lambda seed: (normal(np.random.default_rng(seed), 9, 100),),
         expect,
         close,
@@ -171,7 +172,7 @@ def test_a_code_that_is_no_number_spoils_its_output_only(paired: bool) -> None:
     tensor = weight_of("e4m3", (32, 64), 32)
     q = tensor.unpack(slice(0, 32), slice(0, 64))
     q[5, 40] = 0xFF
-    got = linear_coded.linear(ONE, np.ones((3, 64), np.float32), packed([tensor], paired))
+    got = products.linear(ONE, np.ones((3, 64), np.float32), packed([tensor], paired))
     assert np.isnan(got[:, 5]).all()
     assert np.isfinite(np.delete(got, 5, axis=1)).all()
 
@@ -188,7 +189,7 @@ def paired_octets() -> list[np.ndarray]:
     """Return products of 8-bit floats in pairs of bfloat16."""
     x = normal(np.random.default_rng(5), 11, 200)
     weights = [weight_of(kind, (40, 200), 200) for kind in ("e4m3", "e5m2")]
-    return [np.array(linear_coded.linear(ONE, x, packed([weight], True, ONE))) for weight in weights]
+    return [np.array(products.linear(ONE, x, packed([weight], True, ONE))) for weight in weights]
 
 
 @pytest.mark.slow

@@ -12,11 +12,13 @@ import torch
 
 from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
-from quire.kernels.cpu import activations, linear_int
-from quire.kernels.cpu.linear_int import IntLinear, embed, linear, pack_int4, pack_int8
-from quire.kernels.cpu.simd_int import HAS_VNNI
-from quire.kernels.reference.quantize import fake_quantize_linear, quantize_rows, quantize_weight
+from quire.kernels.cpu import activations, linear_int, quantize
+from quire.kernels.cpu.linear_int import IntLinear, embed, pack_floats
+from quire.kernels.cpu.products import linear
+from quire.kernels.cpu.simd import HAS_VNNI
+from quire.kernels.reference.quantize import quantize_rows, quantize_weight
 from tests.helpers import stored
+from tests.helpers.packed import packed_nbytes, unpacked
 from tests.helpers.stored import pack_from
 from tests.kernels.both_ways import T_SIZES, both_ways, new_launcher
 from tests.kernels.scenes import DTYPES, host, normal, round_to
@@ -44,13 +46,25 @@ def pack(weight: np.ndarray, bits: int, group: int | None, bias: np.ndarray | No
     """Pack one matrix."""
     biases = None if bias is None else [host(bias)]
     tensor = host(weight, **options)
-    return pack_int8([tensor], biases, TWO) if bits == 8 else pack_int4([tensor], biases, TWO, group)
+    return pack_floats([tensor], biases, TWO, bits, group)
 
 
-def specified(x: np.ndarray, weight: np.ndarray, bits: int, group: int | None, **options: object) -> np.ndarray:
-    """Return what the specification says of a product."""
-    tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
-    return fake_quantize_linear(torch.from_numpy(x), torch.from_numpy(weight), bits, group, **tensors).numpy()
+def specified(
+    x: np.ndarray,
+    values: np.ndarray,
+    bits: int,
+    group: int | None,
+    bias: np.ndarray | None = None,
+    *,
+    rounded: bool = True,
+) -> np.ndarray:
+    """Return x @ values.T (+ bias) with quantized values and, if `rounded`, x; sums in float64."""
+    weight, left = quantize_weight(torch.from_numpy(values), bits, group), torch.from_numpy(x).double()
+    if rounded:
+        integers, scales = quantize_rows(torch.from_numpy(x))
+        left = integers.double() * scales.double()[:, None]
+    out = left @ (weight.q.double() * weight.scale_of_k().double()).T
+    return (out if bias is None else out + torch.from_numpy(bias)).float().numpy()
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -70,11 +84,11 @@ def everything() -> list[np.ndarray]:
     for bits, group in ((8, None), (4, 32)):
         for dtype in DTYPES:
             weight = pack(normal(rng, 40, 75), bits, group, normal(rng, 40), dtype=dtype)
-            results.append(weight.rows(np.arange(40)))
+            results.append(unpacked(weight, np.arange(40)))
             results.extend(np.array(linear(ONE, normal(rng, rows, 75), weight)) for rows in (1, 4, 13))
         results.append(embed(ONE, np.array([3, 0, 39]), weight))
     x, weight = normal(rng, 13, 75), pack(normal(rng, 40, 75), 8, None)
-    results.append(np.array(linear(ONE, x, weight, activations.GELU, round_inputs=False)))
+    results.append(np.array(linear(ONE, x, weight, round_inputs=False)))
     return results
 
 
@@ -96,7 +110,7 @@ def test_packed_weights_are_the_specified_ones(
     expected = quantize_weight(torch.from_numpy(stored), bits, group)
     packed = pack(values, bits, group, dtype=dtype)
     np.testing.assert_array_equal(packed.scales[:outputs], expected.scales.numpy())
-    found = packed.rows(np.arange(outputs))
+    found = unpacked(packed, np.arange(outputs))
     np.testing.assert_array_equal(found, expected.dequantized().numpy())
     scale = expected.scale_of_k().numpy()
     usable = scale != 0
@@ -121,10 +135,10 @@ def test_parts_are_stacked_wherever_they_lie(bits: int, group: int | None, monke
     ]
     bias = [host(normal(rng, part.shape[0])) for part in parts]
     stacked = np.concatenate([part.to_float32() for part in parts])
-    weight = pack_int8(parts, bias, TWO) if bits == 8 else pack_int4(parts, bias, TWO, group)
+    weight = pack_floats(parts, bias, TWO, bits, group)
     assert (weight.outputs, weight.inputs, weight.padded) == (58, 48, 64)
     expected = quantize_weight(torch.from_numpy(stacked), bits, group).dequantized().numpy()
-    np.testing.assert_array_equal(weight.rows(np.arange(58)), expected)
+    np.testing.assert_array_equal(unpacked(weight, np.arange(58)), expected)
     found = linear(ONE, np.zeros((1, 48), np.float32), weight)[0]
     np.testing.assert_array_equal(found, np.concatenate([b.array for b in bias]))
 
@@ -132,22 +146,22 @@ def test_parts_are_stacked_wherever_they_lie(bits: int, group: int | None, monke
 def test_ties_round_to_even() -> None:
     ties = np.array([[127, 0.5, 1.5, -0.5, -2.5, 126.5]], np.float32)
     expected = [127, 0, 2, 0, -2, 126]
-    np.testing.assert_array_equal(pack(ties, 8, None).rows(np.array([0]))[0], expected)
+    np.testing.assert_array_equal(unpacked(pack(ties, 8, None), np.array([0]))[0], expected)
     eye = pack(np.eye(6, dtype=np.float32), 8, None)
     np.testing.assert_allclose(linear(ONE, ties, eye)[0], expected, rtol=1e-6)
     quarter = np.array([[8, 0.5, 1.5, -0.5, -2.5, -7]], np.float32)
-    np.testing.assert_array_equal(pack(quarter, 4, 32).rows(np.array([0]))[0], [8, 0, 2, 0, -2, -7])
+    np.testing.assert_array_equal(unpacked(pack(quarter, 4, 32), np.array([0]))[0], [8, 0, 2, 0, -2, -7])
 
 
 def test_weights_shrink_as_promised() -> None:
     values = normal(np.random.default_rng(2), 64, 1024)
-    assert pack(values, 8, None).nbytes == 64 * 1024 + 64 * 4
-    assert pack(values, 4, 64).nbytes == 64 * 512 + 64 * 16 * 2 + 64 * 4
+    assert packed_nbytes(pack(values, 8, None)) == 64 * 1024 + 64 * 4
+    assert packed_nbytes(pack(values, 4, 64)) == 64 * 512 + 64 * 16 * 2 + 64 * 4
 
 
 def test_groups_are_those_allowed() -> None:
     with pytest.raises(ConfigError, match="group is 48; allowed: 32, 64, 128"):
-        pack_int4([host(np.ones((2, 96), np.float32))], None, ONE, 48)
+        pack_floats([host(np.ones((2, 96), np.float32))], None, ONE, 4, 48)
 
 
 # Products
@@ -163,8 +177,8 @@ def test_products_are_the_specified_ones(rows: int, bits: int, group: int | None
     plain, biased = pack(values, bits, group), pack(values, bits, group, bias)
     wide = normal(rng, rows, inputs + 9)
     x = wide[:, 4 : 4 + inputs]
-    close(linear(TWO, x, plain, level=level), specified(x, values, bits, group))
-    close(linear(ONE, x, biased, level=level), specified(x, values, bits, group, bias=bias))
+    close(linear(TWO, x, plain, int_level=level), specified(x, values, bits, group))
+    close(linear(ONE, x, biased, int_level=level), specified(x, values, bits, group, bias=bias))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -177,7 +191,7 @@ def test_products_are_the_same_recorded_and_on_any_thread(bits: int, group: int 
     for rows in (1, 9, 70):
         both_ways(
             [ONE, TWO],
-            lambda launcher, x: (linear(launcher, x[:, :130], weight, level=level),),
+            lambda launcher, x: (linear(launcher, x[:, :130], weight, int_level=level),),
             lambda seed, rows=rows: (normal(np.random.default_rng(seed), rows, 140),),
             lambda x: (specified(x[:, :130], values, bits, group),),
             close,
@@ -192,7 +206,7 @@ def test_levels_agree_to_the_last_bit(bits: int, group: int | None) -> None:
     extremes = np.full((16, 290), 100.0, np.float32)
     extremes[:, ::2] *= -1
     for x in (normal(rng, 29, 290), extremes, np.abs(extremes), -np.abs(extremes)):
-        found = [linear(ONE, x, weight, level=level) for level in linear_int.LEVELS]
+        found = [linear(ONE, x, weight, int_level=level) for level in linear_int.LEVELS]
         np.testing.assert_array_equal(*found)
 
 
@@ -201,7 +215,9 @@ def test_the_largest_integers_do_not_overflow(level: str) -> None:
     signs = np.where(np.arange(64)[:, None] % 3 == 0, -1, 1).astype(np.float32) * np.ones((1, 4096), np.float32)
     x = np.ones((8, 4096), np.float32)
     for weight in (pack(signs, 8, None), pack(signs, 4, 128)):
-        np.testing.assert_allclose(linear(ONE, x, weight, level=level), np.tile(4096 * signs[:, 0], (8, 1)), rtol=1e-6)
+        np.testing.assert_allclose(
+            linear(ONE, x, weight, int_level=level), np.tile(4096 * signs[:, 0], (8, 1)), rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -209,10 +225,10 @@ def test_the_largest_integers_do_not_overflow(level: str) -> None:
 def test_a_row_is_the_same_alone_and_in_any_batch(bits: int, group: int | None, level: str) -> None:
     rng = np.random.default_rng(5)
     weight, x = pack(normal(rng, 40, 129), bits, group, normal(rng, 40)), normal(rng, 85, 129)
-    alone = np.concatenate([linear(ONE, row[None], weight, level=level) for row in x])
+    alone = np.concatenate([linear(ONE, row[None], weight, int_level=level) for row in x])
     for rows in (2, 3, 4, 5, 7, 8, 9, 12, 15, 63, 64, 65, 85):
-        np.testing.assert_array_equal(linear(TWO, x[:rows], weight, level=level), alone[:rows])
-        np.testing.assert_array_equal(linear(TWO, x[-rows:], weight, level=level), alone[-rows:])
+        np.testing.assert_array_equal(linear(TWO, x[:rows], weight, int_level=level), alone[:rows])
+        np.testing.assert_array_equal(linear(TWO, x[-rows:], weight, int_level=level), alone[-rows:])
 
 
 def test_results_are_near_the_unrounded_ones() -> None:
@@ -231,7 +247,7 @@ def test_inputs_may_stay_as_they_are(rows: int) -> None:
     values, bias, wide = normal(rng, 70, 101), normal(rng, 70), normal(rng, rows, 120)
     x, weight = wide[:, 7:108], pack(values, 8, None, bias)
     found = linear(TWO, x, weight, round_inputs=False)
-    close(found, specified(x, values, 8, None, bias=bias, round_inputs=False))
+    close(found, specified(x, values, 8, None, bias, rounded=False))
     np.testing.assert_array_equal(linear(ONE, x[-1:], weight, round_inputs=False)[0], found[-1])
 
 
@@ -267,9 +283,11 @@ def test_rows_of_any_size_keep_their_precision() -> None:
     for row in range(1, 6):
         assert relative_error(found[row].astype(np.float64), x[row].astype(np.float64) @ values.T) < 0.02
     q, scales = quantize_rows(torch.from_numpy(x))
-    made = linear_int.quantize_rows(ONE, x, weight)
-    np.testing.assert_array_equal(made.scales[:6], scales.numpy())
-    stored = made.packed.view(np.int8).reshape(16, 8, 4)[:, :6].transpose(1, 0, 2).reshape(6, 64)
+    packed, starts, factors = np.empty(128, np.uint32), np.empty(8, np.int32), np.empty(8, np.float32)
+    args = x, 64, 6, 64, 64, 64, 128, packed, starts, factors, None
+    ONE.emit(quantize.quantize_tiles, *args, items=1, work=1)
+    np.testing.assert_array_equal(factors[:6], scales.numpy())
+    stored = packed.view(np.int8).reshape(16, 8, 4)[:, :6].transpose(1, 0, 2).reshape(6, 64)
     np.testing.assert_array_equal(stored, q.numpy())
 
 
@@ -298,11 +316,8 @@ def test_gate_and_up_alternate(bits: int, group: int | None, kind: int, half: in
     rng = np.random.default_rng(half)
     parts = [host(normal(rng, half, 65), "bfloat16") for _ in range(2)]
     biases = [host(normal(rng, half)) for _ in range(2)]
-    if bits == 8:
-        plain, gated = pack_int8(parts, biases, ONE), pack_int8(parts, biases, ONE, gated=True)
-    else:
-        plain, gated = (pack_int4(parts, biases, ONE, group, gated=flag) for flag in (False, True))
-    np.testing.assert_array_equal(gated.rows(np.arange(2 * half)), plain.rows(np.arange(2 * half)))
+    plain, gated = (pack_floats(parts, biases, ONE, bits, group, gated) for gated in (False, True))
+    np.testing.assert_array_equal(unpacked(gated, np.arange(2 * half)), unpacked(plain, np.arange(2 * half)))
     functions = [
         torch.relu,
         torch.nn.functional.silu,
@@ -315,8 +330,6 @@ def test_gate_and_up_alternate(bits: int, group: int | None, kind: int, half: in
         both = torch.from_numpy(np.array(linear(ONE, x, plain)))
         expected = functions[kind](both[:, :half]) * both[:, half:]
         np.testing.assert_allclose(linear(TWO, x, gated, kind), expected, rtol=1e-5, atol=1e-5)
-        whole = linear(TWO, x, plain, kind)
-        np.testing.assert_allclose(whole, functions[kind](both), rtol=1e-5, atol=1e-5)
 
 
 # Looking up rows
@@ -330,7 +343,7 @@ def test_rows_are_found_by_ids_read_when_the_program_runs(bits: int, group: int 
         [ONE, TWO],
         lambda launcher, ids: (embed(launcher, ids, weight),),
         lambda seed: (np.random.default_rng(seed).integers(0, 50, 13),),
-        lambda ids: (weight.rows(ids),),
+        lambda ids: (unpacked(weight, ids),),
     )
 
 
@@ -350,15 +363,15 @@ def test_integers_with_zero_points_keep_their_values(inputs: int, fractions: boo
     weight = pack_from(q, scales, zeros, 64, [host(normal(rng, 45))])
     by_k = (np.repeat(values.astype(np.float64), 64, axis=1)[:, :inputs] for values in (zeros, scales))
     values = (q - next(by_k)) * next(by_k)
-    np.testing.assert_allclose(weight.rows(np.arange(45)), values, rtol=1e-6)
-    np.testing.assert_array_equal(embed(ONE, np.arange(45), weight), weight.rows(np.arange(45)))
+    np.testing.assert_allclose(unpacked(weight, np.arange(45)), values, rtol=1e-6)
+    np.testing.assert_array_equal(embed(ONE, np.arange(45), weight), unpacked(weight, np.arange(45)))
     assert weight.bias is not None
     for level in linear_int.LEVELS if HAS_VNNI else linear_int.LEVELS[1:]:
         for rows in (1, 7, 9):
             x = normal(rng, rows, inputs)
             integers, sizes = quantize_rows(torch.from_numpy(x))
             rounded = integers.double().numpy() * sizes.double().numpy()[:, None]
-            close(linear(TWO, x, weight, level=level), rounded @ values.T + weight.bias[:45])
+            close(linear(TWO, x, weight, int_level=level), rounded @ values.T + weight.bias[:45])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -373,15 +386,15 @@ def test_integers_without_zero_points(gated: bool) -> None:
         pack_from(q, scales, None, 32, gated=gated),
         pack_from(signed, scales, None, 32, gated=gated),
     )
-    np.testing.assert_array_equal(four.rows(np.arange(46)), (q.astype(np.float32) - 8) * by_k)
-    np.testing.assert_array_equal(eight.rows(np.arange(46)), signed * by_k)
+    np.testing.assert_array_equal(unpacked(four, np.arange(46)), (q.astype(np.float32) - 8) * by_k)
+    np.testing.assert_array_equal(unpacked(eight, np.arange(46)), signed * by_k)
     whole = pack_from(signed, scales[:, 0].astype(np.float32), gated=gated)
-    np.testing.assert_array_equal(whole.rows(np.arange(46)), signed * by_k[:, :1])
+    np.testing.assert_array_equal(unpacked(whole, np.arange(46)), signed * by_k[:, :1])
     x = normal(rng, 5, 100)
     integers, sizes = quantize_rows(torch.from_numpy(x))
     rounded = integers.double().numpy() * sizes.double().numpy()[:, None]
     for weight in (four, eight, whole):
-        both = rounded @ weight.rows(np.arange(46)).astype(np.float64).T
+        both = rounded @ unpacked(weight, np.arange(46)).astype(np.float64).T
         expected = np.maximum(both[:, :23], 0) * both[:, 23:] if gated else both
         close(linear(ONE, x, weight, activations.RELU if gated else None), expected)
 
@@ -421,7 +434,7 @@ def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool
     weight = linear_int.pack_integers(parts, None, ONE, True)
     assert weight is not None
     values = tensor.to_float32()
-    np.testing.assert_array_equal(weight.rows(np.arange(64)), values)
+    np.testing.assert_array_equal(unpacked(weight, np.arange(64)), values)
     whole = linear_int.pack_integers([tensor], None, ONE)
     assert whole is not None
     np.testing.assert_array_equal(embed(ONE, np.arange(64), whole), values)
@@ -430,7 +443,7 @@ def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool
             x = normal(rng, rows, inputs)
             found, sizes = quantize_rows(torch.from_numpy(x))
             rounded = found.double().numpy() * sizes.double().numpy()[:, None]
-            close(linear(TWO, x, whole, level=level), rounded @ values.T.astype(np.float64))
+            close(linear(TWO, x, whole, int_level=level), rounded @ values.T.astype(np.float64))
 
 
 def test_parts_with_orders_of_their_own_are_not_packed_as_they_are() -> None:

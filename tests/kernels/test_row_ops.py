@@ -15,7 +15,7 @@ from quire.kernels.cpu.rotary import rotary
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.create import create_backend
 from quire.kernels.gpu.backend import GPUBackend
-from tests.kernels.both_ways import T_SIZES, Results, both_ways, new_launcher
+from tests.kernels.both_ways import ROWS, Results, both_ways, new_launcher
 from tests.kernels.scenes import DTYPES, host, normal, round_to
 
 pytestmark = pytest.mark.usefixtures("always_parallel")
@@ -36,7 +36,7 @@ def close(got: np.ndarray, want: np.ndarray) -> None:
 def widths(count: int) -> list[tuple[int, int, int]]:
     """Return rows, width of a piece and pieces: every number of rows, with some width."""
     rng = np.random.default_rng(count)
-    pieces = [(t, int(rng.integers(1, 200)), int(rng.integers(1, 4))) for t in T_SIZES]
+    pieces = [(t, int(rng.integers(1, 200)), int(rng.integers(1, 4))) for t in ROWS]
     return [*pieces, (2, 16, 1), (2, 128, 5), (1, 4099, 1)]
 
 
@@ -90,7 +90,7 @@ def test_a_norm_names_rows_that_do_not_fit_its_weight() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("count", T_SIZES)
+@pytest.mark.parametrize("count", ROWS)
 def test_activation(launchers: list[Launcher], count: int, gated: bool) -> None:
     width = 1 + 37 * count % 300 if count > 2 else 2500  # several items to a row
 
@@ -98,9 +98,8 @@ def test_activation(launchers: list[Launcher], count: int, gated: bool) -> None:
         return (3 * normal(np.random.default_rng(seed), count, 2 * width + 5),)
 
     def compute(launcher: Launcher, x: np.ndarray) -> Results:
-        return tuple(
-            activations.activation(launcher, x[:, 2:-3], kind, gated) for kind in (activations.SILU, activations.GELU)
-        )
+        apply = activations.gated_activation if gated else activations.activation
+        return tuple(apply(launcher, x[:, 2:-3], kind) for kind in ("silu", "gelu"))
 
     def expect(x: np.ndarray) -> Results:
         wide = x[:, 2:-3].astype(np.float64)
@@ -112,14 +111,14 @@ def test_activation(launchers: list[Launcher], count: int, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (80, 80), (24, 10), (128, 64), (6, 2)])
+@pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (24, 10), (6, 2)])
 def test_rotary(launchers: list[Launcher], head_size: int, rotated: int, interleaved: bool) -> None:
     half = rotated // 2
     angles = np.arange(50)[:, None] * np.random.default_rng(1).random(half)
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     first = slice(0, rotated, 2) if interleaved else slice(0, half)
     second = slice(1, rotated, 2) if interleaved else slice(half, rotated)
-    for count in (1, 5, 33):
+    for count in (1, 33):
 
         def draw(seed: int, count: int = count) -> Results:
             rng = np.random.default_rng(seed)
@@ -140,7 +139,7 @@ def test_rotary(launchers: list[Launcher], head_size: int, rotated: int, interle
         both_ways(launchers, compute, draw, expect, close)
 
 
-@pytest.mark.parametrize("count", T_SIZES)
+@pytest.mark.parametrize("count", ROWS)
 def test_rows_are_taken_by_numbers_read_late(launchers: list[Launcher], count: int) -> None:
     width = 3 + 11 * count % 40
 
@@ -168,7 +167,7 @@ def test_embedding_reads_packed_tables(launchers: list[Launcher], width: int, dt
     def compute(launcher: Launcher, ids: np.ndarray) -> Results:
         return (rows.embedding(launcher, ids, packed.data, packed.inputs, packed.depth, packed.paired),)
 
-    for count in T_SIZES:
+    for count in ROWS:
         both_ways(
             launchers,
             compute,
@@ -211,5 +210,5 @@ def test_no_rows_at_all() -> None:
     ones, no_ids = np.ones(32, np.float32), np.empty(0, np.int64)
     assert norms.rms_norm(launcher, none, ones, 1e-5).shape == (0, 32)
     assert norms.layer_norm(launcher, none, ones, None, 1e-5).shape == (0, 32)
-    assert activations.activation(launcher, none, activations.SILU, True).shape == (0, 16)
+    assert activations.gated_activation(launcher, none, "silu").shape == (0, 16)
     assert rows.take_rows(launcher, np.ones((3, 2), np.float32), no_ids).shape == (0, 2)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.cpu import activations, gated_delta, short_conv
+from quire.kernels.cpu.states import causal_conv, gated_delta
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.create import create_backend
-from quire.kernels.reference.backend import ReferenceBackend
-from quire.kernels.reference.invariant import InvariantReferenceBackend
+from quire.kernels.reference.backend import InvariantReferenceBackend, ReferenceBackend
 from tests.kernels.both_ways import both_ways, new_launcher
 
 pytestmark = pytest.mark.usefixtures("always_parallel")
@@ -75,7 +74,7 @@ def draw_conv(tokens: int, channels: int, taps: int) -> Any:
 def test_each_channel_is_convolved_with_its_last_inputs(tokens: int, channels: int, taps: int) -> None:
     def compute(launcher: Launcher, x: Any, weight: Any, bias: Any, state: Any, *step: Any) -> Any:
         return (
-            short_conv.causal_conv(launcher, x, weight, bias, state, metadata_of(step), activations.SILU),
+            causal_conv(launcher, x, weight, bias, state, metadata_of(step), "silu"),
             state,
         )
 
@@ -97,7 +96,7 @@ def test_rows_may_have_something_between_them_and_there_need_be_no_bias_or_activ
     x, weight, bias, state, *step = draw_conv(17, 20, 3)(0)
     wide = np.concatenate([bias[None].repeat(17, 0), x, x], axis=1)
     results = [
-        short_conv.causal_conv(LAUNCHERS[1], rows, weight, None, state.copy(), metadata_of(tuple(step)), None)
+        causal_conv(LAUNCHERS[1], rows, weight, None, state.copy(), metadata_of(tuple(step)), None)
         for rows in (x, wide[:, 20:40])
     ]
     np.testing.assert_array_equal(*results)
@@ -146,7 +145,7 @@ def draw_delta(tokens: int, key_heads: int, heads: int, depth: int, width: int) 
 def test_matrices_follow_the_delta_rule(tokens: int, key_heads: int, heads: int, depth: int, width: int) -> None:
     def compute(launcher: Launcher, *inputs: Any) -> Any:
         *arrays, state, bounds, lengths, rows = inputs
-        return gated_delta.gated_delta(launcher, *arrays, state, metadata_of((bounds, lengths, rows))), state
+        return gated_delta(launcher, *arrays, state, metadata_of((bounds, lengths, rows))), state
 
     both_ways(LAUNCHERS, compute, draw_delta(tokens, key_heads, heads, depth, width), delta, close)
 
@@ -171,8 +170,8 @@ def test_a_prompt_in_pieces_beside_others_gives_the_same_bits(width: int) -> Non
 
     def run(own: list[Any], bounds: list[int], lengths: list[int], rows: list[int], states: Any) -> Any:
         step = np.array(bounds, np.int32), np.array(lengths, np.int32), np.array(rows, np.int64)
-        values = short_conv.causal_conv(launcher, own[2], weight, None, states[1], metadata_of(step), None)
-        return gated_delta.gated_delta(launcher, own[0], own[1], values, own[3], own[4], states[0], metadata_of(step))
+        values = causal_conv(launcher, own[2], weight, None, states[1], metadata_of(step), None)
+        return gated_delta(launcher, own[0], own[1], values, own[3], own[4], states[0], metadata_of(step))
 
     inputs = [q, k, v, decay, beta]
     whole = run(inputs, [0, 30], [30], [3], (state.copy(), window.copy()))

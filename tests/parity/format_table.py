@@ -27,13 +27,14 @@ from quire.checkpoint.safetensors import open_safetensors
 from quire.checkpoint.tensor import HostTensor, QuantizedTensor, Tensor
 from quire.checkpoint.weights import StoredTensor
 from quire.kernels.cpu.backend import CPUBackend
-from quire.kernels.cpu.formats import CPULinear
+from quire.kernels.cpu.formats import STORAGE, CPULinear
 from quire.kernels.cpu.linear_coded import CodedLinear
 from quire.kernels.cpu.linear_int import IntLinear
 from quire.models.loader import load_model
 from tests.helpers import gguf_files, quantizers
 from tests.helpers.checkpoints import load_oracle, logits_of, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
+from tests.helpers.packed import packed_nbytes
 from tests.parity import test_formats
 from tests.parity.harness import largest_error, tokens
 
@@ -276,7 +277,7 @@ def row(stored: Stored) -> str:
 
 def bits_held(matrix: Tensor) -> float:
     """Return the bits that each weight of a large matrix takes in the default run."""
-    return float(Watching().pack_linear([matrix]).nbytes * 8 / (SIDE * SIDE))
+    return float(packed_nbytes(Watching().pack_linear([matrix])) * 8 / (SIDE * SIDE))
 
 
 def cells_of(write: Callable[[Path], tuple[Path, Path]] | None) -> list[str]:
@@ -334,4 +335,4 @@ def _kind(weight: Any, before: str) -> str:
     if isinstance(weight, CodedLinear):
         return f"codes, {weight.bits} bits"
     assert isinstance(weight, CPULinear)
-    return f"{before}{weight.dtype}"
+    return before + next(name for name, dtype in STORAGE.items() if dtype == weight.data.dtype)

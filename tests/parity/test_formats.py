@@ -21,6 +21,7 @@ from quire.models.loader import load_model, weight_bytes
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import logits_of, write_checkpoint
 from tests.helpers.model_driver import ModelDriver
+from tests.helpers.packed import packed_nbytes
 from tests.helpers.quantizers import FORMATS, mxfp4, quantize_folder
 from tests.helpers.ranks import run_ranks
 from tests.parity.harness import BACKENDS, TOLERANCE, assert_close, driver, oracle, tokens
@@ -93,7 +94,7 @@ def test_memory_is_known_before_loading(kind: str, family: str, folders: Any) ->
     class Counting(CPUBackend):
         def pack_linear(self, *args: Any, **options: Any) -> Any:
             made = super().pack_linear(*args, **options)
-            packed.append(made.nbytes)
+            packed.append(packed_nbytes(made))
             return made
 
     load_model(info, Counting("bfloat16", "bfloat16", 1))

@@ -16,16 +16,7 @@ from quire.kernels import meta
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu import (
     arrays,
-    attention,
-    attention_softmax,
-    formats,
-    interleave,
-    linear_int,
-    row_maxima,
     simd,
-    simd_bf16,
-    team,
-    threads,
 )
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.steps import StepShape
@@ -33,6 +24,7 @@ from quire.models.loader import load_model
 from quire.worker.footprint import Footprint, part_of
 from quire.worker.graphs import SequenceStates, Shape, StepGraphs
 from quire.worker.model_runner import new_cache
+from tests.helpers.packed import packed_nbytes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -181,7 +173,7 @@ def recorded(config: EngineConfig, info: Any, steps: list[Shape]) -> tuple[int, 
 
     def counted_pack(*args: Any, **keywords: Any) -> Any:
         weight = pack(*args, **keywords)
-        data, rest = weight.data.nbytes, weight.nbytes - weight.data.nbytes
+        data, rest = weight.data.nbytes, packed_nbytes(weight) - weight.data.nbytes
         packed.append(-(-data // arrays.ALIGNMENT) * arrays.ALIGNMENT + rest)
         return weight
 
@@ -259,21 +251,6 @@ def test_so_they_are_for_latent_attention(tmp_path: Path, options: dict[str, Any
     weights, used = recorded(config, info, STEPS)
     assert footprint.weights == weights
     assert footprint.step(config).activations == used
-
-
-def test_constants_of_kernels_are_repeated_correctly() -> None:
-    assert meta.COLUMNS == formats.COLUMNS == linear_int.COLUMNS
-    assert meta.INT_DEPTH == linear_int.DEPTH_UNIT
-    assert meta.DOT_ROWS == interleave.DOT_ROWS
-    assert (meta.CHUNK, meta.LANES) == (row_maxima.CHUNK, formats.LANES)
-    assert (meta.SPLIT_ROWS, meta.SHARES) == (attention.SPLIT_ROWS, attention.PIECES)
-    assert meta.UNIT_ROWS == attention.UNIT_ROWS
-    assert (meta.RECORD, meta.WORD_COUNT) == (attention_softmax.RECORD, attention.WORD_COUNT)
-    assert (meta.PARTIAL_BYTES, meta.SEGMENT) == (attention.PARTIAL_BYTES, simd_bf16.SEGMENT)
-    assert meta.SCRATCH_BYTES == threads.SCRATCH_BYTES
-    assert meta.INSTRUCTION_BYTES == 8 * team.ROW
-    for rows in range(1, 70):
-        assert meta.padded_rows(rows) == interleave.padded_rows(rows)
 
 
 def test_the_processor_is_the_one_that_kernels_are_compiled_for() -> None:

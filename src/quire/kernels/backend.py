@@ -560,7 +560,7 @@ class AttentionOps(RowOps, Protocol):
 class HostBlocks(Protocol):
     """A pool of KV blocks in host memory, each with all layers' bytes of a device block side by side.
 
-    Calls take effect in their order, and in the order of the ops that the backend is asked for: what a call reads is
+    Calls take effect in their order, and in the order of the ops that the backend runs: what a call reads is
     what earlier ones have written, and it reads it before later ones write. That is all that is promised: when bytes
     really move is the backend's business, and nobody waits for it. Ids are int64 numpy [n], none named twice.
     """
@@ -583,7 +583,7 @@ class HostBlocks(Protocol):
         """Fill blocks of the device with uint8 [n, block_nbytes], which is free on return."""
 
     def close(self) -> None:
-        """Wait for what is under way, and give the memory back. Once more is no error."""
+        """Wait for copies under way, and free the memory. A second call does nothing."""
 
 
 class LayerwiseOffload(Protocol):
@@ -613,7 +613,7 @@ class LayerwiseOffload(Protocol):
         """See `KVCacheOps.copy_blocks`: in all layers, between blocks of either kind. Not within a step."""
 
     def close(self) -> None:
-        """Wait for what is under way, and give the memory back. Once more is no error."""
+        """Wait for copies under way, and free the memory. A second call does nothing."""
 
 
 class KVCacheOps(Protocol):

@@ -65,8 +65,7 @@ def create_backend(
         raise ConfigError(
             "device 'reference' needs PyTorch, which is not installed: pip install 'quire[reference]'", param="device"
         )
-    from quire.kernels.reference.backend import ReferenceBackend
-    from quire.kernels.reference.invariant import InvariantReferenceBackend
+    from quire.kernels.reference.backend import InvariantReferenceBackend, ReferenceBackend
 
     kind = InvariantReferenceBackend if batch_invariant else ReferenceBackend
     return kind(dtype, kv_dtype, num_threads=num_threads, **quantized)

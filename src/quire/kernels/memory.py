@@ -1,4 +1,4 @@
-"""How much memory this machine can still give to this process: the kernel's estimate, capped by control groups.
+"""How much memory this process can still allocate: the kernel's estimate, capped by control groups.
 
 Reads files under /proc and /sys on Linux and falls back to `sysconf` elsewhere. Nothing here allocates;
 `release_memory` returns free memory to the system. A GPU's memory is queried in `gpu/probe.py` and `gpu/memory.py`.

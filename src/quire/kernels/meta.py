@@ -2,9 +2,9 @@
 
 Its arrays have a shape, strides and a place in an arena that has addresses only; of a weight it keeps the sizes. Ops
 allocate what those of `kernels/cpu` allocate, in the same order, and free it at the same time, so that the arena grows
-to the same size (tests/worker/test_footprint.py compares the two, byte by byte). Nothing here imports Numba: constants
-of kernels are repeated here, and compared by the test as well. For a GPU the size is an estimate: activations are of
-`dtype`, products write to their final place and pack nothing; the engine measures a real step once the model is loaded.
+to the same size (tests/worker/test_footprint.py compares the two, byte by byte). Nothing here imports Numba: sizes of
+kernels are in `cpu/sizes.py`. For a GPU the size is an estimate: activations are of `dtype`, products write to their
+final place and pack nothing; the engine measures a real step once the model is loaded.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ from quire.kernels.backend import (
     GraphOps,
 )
 from quire.kernels.cpu.arrays import ALIGNMENT, MetaArena
+from quire.kernels.cpu.sizes import (
+    CHUNK,
+    COLUMNS,
+    DEPTH_UNIT,
+    INT4_GROUP,
+    LANES,
+    RECORD,
+    WORD_COUNT,
+    can_gate,
+    expert_rows,
+    head_groups,
+    padded_rows,
+    plan_sizes,
+    round_up,
+)
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.lora import LoRARows
 from quire.kernels.weight_storage import stored_layout, stored_size
 
-LANES = 16
-COLUMNS = 32  # rows of weights are padded to a multiple
-INT_DEPTH = 16  # and the inputs of 8-bit ones
-INT4_GROUP = 64  # and of 4-bit ones
-DOT_ROWS = 8  # rows of a tile of pairs
-CHUNK = 1024  # of `row_maxima.py`
-UNIT_ROWS, SPLIT_ROWS, SHARES = 64, 16, 4  # of `attention.py`, as are those below
-RECORD, WORD_COUNT, PARTIAL_BYTES = 10, 4, 1 << 26
-SEGMENT = 128  # of `simd_bf16.py`
-SCRATCH_BYTES = 1 << 20  # of a thread
-INSTRUCTION_BYTES = 8 * 32
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # S' = e^decay S (1), k S' (2), S' + k (...)^T (2), q S (2): operations for each element of a delta net's state.
 DELTA_FLOPS = 7
@@ -98,7 +102,7 @@ class MetaWeight:
     @property
     def padded(self) -> int:
         """Rows as stored."""
-        return _up(self.outputs, COLUMNS)
+        return round_up(self.outputs, COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +235,21 @@ class MetaBackend(CollectiveOps):
     ) -> MetaWeight:
         """Count a weight, see `formats.pack`, `linear_int`, and for what a checkpoint stores `stored_size`."""
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        gated = gated and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
-        padded, bits, group, depth = _up(outputs, COLUMNS), 0, 0, inputs + inputs % 2 * self._paired
+        gated = gated and can_gate(parts)
+        padded, bits, group, depth = round_up(outputs, COLUMNS), 0, 0, inputs + inputs % 2 * self._paired
         layout = None if exact or self.quantization is not None else stored_layout(parts, self.dtype, table=table)
         if layout is not None:  # products with codes work like those with floats
             size = stored_size(layout, outputs, inputs)
-            nbytes = _up(size.data, ALIGNMENT) + size.rest
+            nbytes = round_up(size.data, ALIGNMENT) + size.rest
             if layout.kind == "integers":
                 bits, depth, group = layout.bits, size.depth, size.group or size.depth
         elif self.quantization is None or exact or (table and self.quantization == "fp8"):
-            nbytes = _up(padded * depth * WORD_BYTES[self.dtype], ALIGNMENT)
+            nbytes = round_up(padded * depth * WORD_BYTES[self.dtype], ALIGNMENT)
         else:
             bits = 4 if self.quantization == "int4" and not table else 8
-            depth = _up(inputs, INT4_GROUP if bits == 4 else INT_DEPTH)
+            depth = round_up(inputs, INT4_GROUP if bits == 4 else DEPTH_UNIT)
             group = INT4_GROUP if bits == 4 else depth
-            nbytes = _up(padded * depth * bits // 8, ALIGNMENT)
+            nbytes = round_up(padded * depth * bits // 8, ALIGNMENT)
             nbytes += padded * (4 + (depth // group * 2 if bits == 4 else 0))
         nbytes += 4 * padded if biases else 0
         # A table that the checkpoint stores as integers is multiplied like any other weight of it.
@@ -266,7 +270,7 @@ class MetaBackend(CollectiveOps):
         """Count the matrices of a layer's heads, see `heads.pack_heads`."""
         outputs, inputs = matrices[0].shape
         depth = inputs + inputs % 2 if self._paired else inputs
-        nbytes = _up(len(matrices) * _up(outputs, COLUMNS) * depth * WORD_BYTES[self.dtype], ALIGNMENT)
+        nbytes = round_up(len(matrices) * round_up(outputs, COLUMNS) * depth * WORD_BYTES[self.dtype], ALIGNMENT)
         self._add(nbytes, "heads")
         return MetaWeight(outputs, inputs, depth, nbytes)
 
@@ -347,27 +351,27 @@ class MetaBackend(CollectiveOps):
             self._flops += 2.0 * rows * weight.outputs * weight.inputs
 
     def _product(self, x: np.ndarray, weight: MetaWeight) -> np.ndarray:
-        rows, halves = x.shape[0], 2 if weight.gated else 1
+        rows, outputs = x.shape[0], weight.outputs // (2 if weight.gated else 1)
         self._multiply(rows, weight)
         if self._processor is None:
             return self._gpu_product(rows, weight)
-        outputs, width, tiles = weight.outputs // halves, weight.padded // halves, padded_rows(rows)
-        if weight.bits:
-            out = self.empty((rows, width))
-            if rows:
-                self._packed_integers(tiles, weight)
-                self._count += 2
-            return out[:, :outputs]
         if rows == 0:
             return self.empty((0, outputs))
-        if self._paired:
-            packed = self.empty((tiles * ((x.shape[1] + 1) // 2),), np.uint32)
+        tile_rows = self._processor.tile_rows
+        return self._packed_product(weight, padded_rows(rows), rows // tile_rows * tile_rows, rows)[:rows, :outputs]
+
+    def _packed_product(self, weight: MetaWeight, tiles: int, whole: int, rows: int) -> np.ndarray:
+        """Allocate what `products.multiply` does, for `tiles` rows in tiles and `whole` rows in whole tiles."""
+        if weight.bits:
+            packed = self._packed_integers(tiles, weight)
+        elif self._paired:
+            packed = [self.empty((tiles * ((weight.inputs + 1) // 2),), np.uint32)]
+            rows = tiles
         else:
-            tiles, tile_rows = rows, self._processor.tile_rows
-            packed = self.empty((rows // tile_rows * tile_rows * x.shape[1],))
-        out = self._out((tiles, width), instructions=2)
+            packed = [self.empty((whole * weight.inputs,))]
+        out = self._out((rows, weight.padded // 2 if weight.gated else weight.padded), instructions=2)
         del packed
-        return out[:rows, :outputs]
+        return out
 
     def _packed_integers(self, rows: int, weight: MetaWeight) -> list[np.ndarray]:
         """Return the inputs of a product with integers: rounded with starts and scales, or as floats."""
@@ -395,7 +399,7 @@ class MetaBackend(CollectiveOps):
             return self.empty((0, packed.last.outputs))
         self._mixtures[packed.number, ids.shape[1]] += packed.nbytes
         self._flops += sum(2.0 * ids.size * part.outputs * part.inputs for part in (packed.first, packed.last))
-        capacity = ids.size + min(ids.size, 3 * packed.number)
+        capacity = expert_rows(ids.size, packed.number)
         sorting = [self.empty((size,), np.int64) for size in (8 * (min(ids.size, packed.number) + 1), 6, ids.size)]
         spread = self.empty((capacity, x.shape[1]))
         inner = self._grouped_product(capacity, packed.first)
@@ -411,15 +415,7 @@ class MetaBackend(CollectiveOps):
     def _grouped_product(self, capacity: int, weight: MetaWeight) -> np.ndarray:
         if self._processor is None:
             return self._gpu_product(capacity, weight)
-        if weight.bits:
-            made = self._packed_integers(capacity, weight)
-        elif self._paired:
-            made = [self.empty((capacity * ((weight.inputs + 1) // 2),), np.uint32)]
-        else:
-            made = [self.empty((capacity * weight.inputs,))]
-        out = self._out((capacity, weight.padded // 2 if weight.gated else weight.padded), instructions=2)
-        del made
-        return out
+        return self._packed_product(weight, capacity, capacity, capacity)
 
     def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
         source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -448,7 +444,7 @@ class MetaBackend(CollectiveOps):
 
     def new_lora_slots(self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0) -> tuple[int, int]:
         self.num_bytes += 3 * num_slots * len(sizes) * 5 * 8  # tables of addresses
-        return len(sizes) * _up(max_rank, LANES), widest
+        return len(sizes) * round_up(max_rank, LANES), widest
 
     def lora(self, y: np.ndarray, x: np.ndarray, slots: tuple[int, int], rows: LoRARows) -> None:
         if x.shape[0]:
@@ -487,10 +483,8 @@ class MetaBackend(CollectiveOps):
         """The work is that of comparing a query with a key, and of adding its value, in all heads."""
         self.pair_flops += 2.0 * params.num_heads * (params.head_size + params.out_size)
         out = self.empty((q.shape[0], params.num_heads * params.out_size))
-        if params.value_size is not None:  # see `paged.head_groups`
-            heads = params.num_heads
-            groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= UNIT_ROWS)
-            params = replace(params, num_kv_heads=groups)
+        if params.value_size is not None:
+            params = replace(params, num_kv_heads=head_groups(params.num_heads))
         if self._processor is None:
             return out  # parts of long contexts are a few MiB, whatever the model
         key = (*params.reach, params.num_heads, params.num_kv_heads, params.out_size, cache.block_size)
@@ -502,16 +496,11 @@ class MetaBackend(CollectiveOps):
     def _plan(
         self, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
     ) -> tuple[np.ndarray, ...]:
-        group = params.num_heads // params.num_kv_heads
-        shares = SHARES * self.num_threads if self.num_threads > 1 else 0
-        slot_rows = _up(max(group, SPLIT_ROWS), LANES)
-        segments = -(-metadata.block_tables.shape[1] * block_size // SEGMENT)
-        slot = 2 * (slot_rows + LANES) + slot_rows * _up(params.out_size, 32)
-        capacity = min(shares * segments, PARTIAL_BYTES // (4 * slot))
-        items, merges = (tokens + 2 * shares + 1, RECORD), (shares + 1, RECORD)
+        sizes = plan_sizes(self.num_threads, tokens, metadata.block_tables.shape[1] * block_size, params)
+        items, merges = (sizes.items, RECORD), (sizes.merges, RECORD)
         staged = self.empty(items, np.int64)
         records = self.empty(items, np.int64), self.empty(merges, np.int64), self.empty((WORD_COUNT,), np.int64)
-        partials = self._out((capacity, slot))
+        partials = self._out((sizes.slots, sizes.slot))
         del staged
         return (*records, partials)
 
@@ -524,14 +513,3 @@ class MetaBackend(CollectiveOps):
         arrays += [self.empty((rows,), kind) for kind in (np.float32, np.int64, np.bool_)]
         self._count += 2
         return arrays[-1]
-
-
-def padded_rows(rows: int) -> int:
-    """Return the rows of all tiles of pairs that compute `rows` rows."""
-    rest = rows % DOT_ROWS
-    return rows - rest + (0 if rest == 0 else 8 if rest > 4 else 4 if rest > 1 else 1)
-
-
-def _up(size: int, unit: int) -> int:
-    """Return the smallest multiple of `unit` that is not smaller than `size`."""
-    return -(-size // unit) * unit

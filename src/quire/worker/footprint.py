@@ -22,9 +22,8 @@ from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.checkpoint.weights import Checkpoint, DryRunWeights, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
+from quire.kernels.cpu.sizes import INSTRUCTION_BYTES, SCRATCH_BYTES
 from quire.kernels.meta import (
-    INSTRUCTION_BYTES,
-    SCRATCH_BYTES,
     MetaBackend,
     MetaCache,
     Mixture,

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.cpu.arrays import as_rows
+from quire.errors import ConfigError
+from quire.kernels.cpu.arrays import as_rows, row_step
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits
 from quire.kernels.cpu.simd import (
     add,
     div,
     exp,
-    load,
-    load_partial,
+    load_lanes,
     maximum,
     mul,
     multiply_add,
     splat,
-    store,
-    store_partial,
+    store_lanes,
     sub,
 )
 from quire.kernels.cpu.threads import Launcher
 
 RELU, SILU, GELU, GELU_TANH, QUICK_GELU, RELU2, SIGMOID, SWIGLU_OAI, SOFTPLUS = range(9)
+ACTIVATIONS = {
+    "relu": RELU,
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "quick_gelu": QUICK_GELU,
+    "sigmoid": SIGMOID,
+    "softplus": SOFTPLUS,
+    "relu2": RELU2,
+}
+GATES = {**ACTIVATIONS, "swiglu_oai": SWIGLU_OAI}
 PIECE = 1024  # elements of a row that make one work item
 COST = 16  # multiply-adds that take about as long as one activation
 
@@ -128,25 +138,40 @@ def activate_rows(args, first, last, scratch):
         row, begin = item // pieces, item % pieces * PIECE
         source, target, stop = row * stride, row * width, min(begin + PIECE, width)
         for i in range(begin, stop, 16):
-            rest = min(16, stop - i)
-            if rest == 16:
-                v = load(x, source + i)
-                v = gated(v, load(x, source + width + i), kind) if halves else activate(v, kind)
-                store(out, target + i, v)
-            else:
-                v = load_partial(x, source + i, rest)
-                v = gated(v, load_partial(x, source + width + i, rest), kind) if halves else activate(v, kind)
-                store_partial(out, target + i, v, rest)
+            count = min(16, stop - i)
+            v = load_lanes(x, source + i, count)
+            v = gated(v, load_lanes(x, source + width + i, count), kind) if halves else activate(v, kind)
+            store_lanes(out, target + i, v, count)
 
 
-def activation(launcher: Launcher, x: np.ndarray, kind: int, gated: bool) -> np.ndarray:
-    """Return f(x) for x [..., W]; gated: f(x[..., : W/2]) * x[..., W/2 :]. `kind` is RELU or one of its neighbours."""
+def pieces_of(width: int) -> int:
+    """Return in how many work items a row is cut."""
+    return max(1, -(-width // PIECE))
+
+
+def number_of(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
+    """Return the kernels' number of an activation, or with GATES of what gate and up become together."""
+    if kind not in known:
+        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(known)}", param="hidden_act")
+    return known[kind]
+
+
+def activation(launcher: Launcher, x: np.ndarray, kind: str) -> np.ndarray:
+    """Return f(x) for x [..., W]."""
+    return _activate(launcher, x, number_of(kind), x.shape[-1], gated=False)
+
+
+def gated_activation(launcher: Launcher, x: np.ndarray, kind: str) -> np.ndarray:
+    """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `kind` is one of GATES."""
+    return _activate(launcher, x, number_of(kind, GATES), x.shape[-1] // 2, gated=True)
+
+
+def _activate(launcher: Launcher, x: np.ndarray, number: int, width: int, *, gated: bool) -> np.ndarray:
     source, stride = as_rows(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
-    rows, width = source.shape[0], source.shape[1] // 2 if gated else source.shape[1]
+    rows, pieces = source.shape[0], pieces_of(width)
     out = launcher.empty((*x.shape[:-1], width))
-    pieces = max(1, -(-width // PIECE))
     items, work = rows * pieces, COST * rows * width
-    launcher.emit(activate_rows, source, stride, out, width, kind, int(gated), pieces, items=items, work=work)
+    launcher.emit(activate_rows, source, stride, out, width, number, int(gated), pieces, items=items, work=work)
     return out
 
 
@@ -158,17 +183,13 @@ def softcap_rows(args, first, last, scratch):
     for item in range(first, last):
         start, begin = item // pieces * stride, item % pieces * PIECE
         for i in range(begin, min(begin + PIECE, width), 16):
-            rest = min(16, width - i)
-            if rest == 16:
-                store(x, start + i, capped(load(x, start + i), cap))
-            else:
-                store_partial(x, start + i, capped(load_partial(x, start + i, rest), cap), rest)
+            count = min(16, width - i)
+            store_lanes(x, start + i, capped(load_lanes(x, start + i, count), cap), count)
 
 
 def softcap(launcher: Launcher, x: np.ndarray, cap: float) -> None:
     """Set x [T, W] to cap * tanh(x / cap), in place."""
-    source, stride = as_rows(x)
-    assert source is x, "rows to be changed in place"
+    stride = row_step(x)
     rows, width = x.shape
-    pieces = max(1, -(-width // PIECE))
+    pieces = pieces_of(width)
     launcher.emit(softcap_rows, x, stride, width, float(cap), pieces, items=rows * pieces, work=COST * rows * width)

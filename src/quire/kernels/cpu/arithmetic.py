@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr
-from quire.kernels.cpu.simd import add, load, load_partial, mul, splat, store, store_partial, sub
+from quire.kernels.cpu.simd import add, load_lanes, mul, splat, store_lanes, store_partial, sub
 from quire.kernels.cpu.threads import Launcher, address_of
 
 ADD, SUBTRACT, MULTIPLY, COPY = range(4)
@@ -31,9 +31,7 @@ def apply(kind, x, y):
 @jit
 def lanes(x, at, step, count):
     """Return x[at], x[at + step], ...: step is 0 or 1, the first `count` lanes count."""
-    if step == 0:
-        return splat(x[at])
-    return load(x, at) if count == 16 else load_partial(x, at, count)
+    return splat(x[at]) if step == 0 else load_lanes(x, at, count)
 
 
 @op
@@ -47,14 +45,10 @@ def combine_rows(args, first, last, scratch):
         a, b = item // inner, item % inner
         x_at, y_at, at = a * args[4] + b * args[5], a * args[8] + b * args[9], a * args[12] + b * args[13]
         if plain:
-            whole = width // 16 * 16
-            for i in range(0, whole, 16):
-                v = apply(kind, lanes(x, x_at + x_step * i, x_step, 16), lanes(y, y_at + y_step * i, y_step, 16))
-                store(out, at + i, v)
-            if whole < width:
-                i, rest = whole, width - whole
-                v = apply(kind, lanes(x, x_at + x_step * i, x_step, rest), lanes(y, y_at + y_step * i, y_step, rest))
-                store_partial(out, at + i, v, rest)
+            for i in range(0, width, 16):
+                n = min(16, width - i)
+                v = apply(kind, lanes(x, x_at + x_step * i, x_step, n), lanes(y, y_at + y_step * i, y_step, n))
+                store_lanes(out, at + i, v, n)
         else:
             for i in range(width):
                 v = apply(kind, splat(x[x_at + x_step * i]), splat(y[y_at + y_step * i]))

@@ -1,4 +1,4 @@
-"""Arrays of a recording: numpy arrays in an arena whose arithmetic is noted instead of done.
+"""Arrays of a recording: numpy arrays in an arena whose arithmetic is recorded instead of done.
 
 While a program is recorded its arrays hold nothing yet. So whatever would read them must become an instruction:
 `Recorded` hands + - * to its recorder and refuses everything else that numpy would compute at once. Slicing and
@@ -22,13 +22,13 @@ ARITHMETIC = {np.add: 0, np.subtract: 1, np.multiply: 2}
 
 
 class Recorder(Protocol):
-    """Who notes the arithmetic of recorded arrays."""
+    """What records the arithmetic of recorded arrays."""
 
     def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
-        """Note x + y, x - y or x * y for kinds 0, 1 and 2, into `out` if given."""
+        """Record x + y, x - y or x * y for kinds 0, 1 and 2, into `out` if given."""
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
-        """Return x, or note a copy of it whose rows follow one another."""
+        """Return x, or record a copy of it whose rows follow one another."""
 
 
 class Recorded(np.ndarray):
@@ -41,7 +41,7 @@ class Recorded(np.ndarray):
         self.recorder = getattr(source, "recorder", None)  # type: ignore[assignment]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
-        """Note additions, subtractions and products; refuse all else."""
+        """Record additions, subtractions and products; refuse all else."""
         if method != "__call__" or ufunc not in ARITHMETIC or options:
             raise TypeError(f"a recorded array knows + - * only, not {ufunc.__name__}")
         x, y = inputs
@@ -62,7 +62,7 @@ class Recorded(np.ndarray):
         return view
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Accept only what `x[a:b] += y` ends with: the view itself, whose change is noted already."""
+        """Accept only what `x[a:b] += y` ends with: the view itself, whose change is recorded already."""
         view = self[index]
         if not isinstance(value, Recorded) or view.__array_interface__ != value.__array_interface__:
             raise TypeError("a recorded array cannot be assigned to; use an op of the backend")
@@ -90,6 +90,13 @@ def as_rows(x: np.ndarray) -> tuple[np.ndarray, int]:
         assert not isinstance(x, Recorded), "a recorded array with scattered elements"
         x = np.require(x, np.float32, ["C", "A"])
     return x, x.strides[0] // 4
+
+
+def row_step(x: np.ndarray) -> int:
+    """Return how many elements lie between rows of x [T, W] that an op changes in place."""
+    rows, step = as_rows(x)
+    assert rows is x, "rows to be changed in place"
+    return step
 
 
 class Slabs:
@@ -124,8 +131,8 @@ def _aligned(size: int) -> np.ndarray:
 class Arena:
     """Memory for the arrays of recordings. Freed pieces are used again within the same recording.
 
-    A program carries out its instructions in the order they were noted, so memory that is free when an instruction is
-    noted is free when it runs. Recordings use the same memory one after another; it grows and never moves.
+    A program carries out its instructions in the order they were recorded, so memory that is free when an instruction
+    is recorded is free when it runs. Recordings use the same memory one after another; it grows and never moves.
     """
 
     def __init__(self) -> None:

@@ -6,47 +6,52 @@ be left without work. A unit that costs more than a fair share of the step, and 
 (flash-decoding); its partial results are then combined by `merge`. Expensive items come first, so that threads end at
 about the same time. None of this changes a bit of any result.
 
-The kernels are in attention_float.py and attention_bf16.py, the softmax they share is in attention_softmax.py.
+The kernels are in attention_kernels.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 
 import numpy as np
 
 from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.attention_bf16 import attend_latent_pairs, attend_pairs
-from quire.kernels.cpu.attention_float import ATTEND, ATTEND_LATENT
-from quire.kernels.cpu.attention_softmax import (
+from quire.kernels.cpu.attention_kernels import (
+    ATTEND,
+    ATTEND_LATENT,
     COST,
     COUNT,
     FIRST,
     LAST,
     LENGTH,
     POSITION,
-    RECORD,
     ROW,
     SEQUENCE,
     SLOT,
     SLOTS,
     TILE,
+    attend_latent_pairs,
+    attend_pairs,
     end_visible,
     first_visible,
     merge,
 )
-from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
+from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.jit import Op, jit, op
 from quire.kernels.cpu.pointers import i32_ptr, i64_ptr
-from quire.kernels.cpu.simd_bf16 import GROUP, SEGMENT
-from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
+from quire.kernels.cpu.sizes import (
+    GROUP,
+    RECORD,
+    SCRATCH_BYTES,
+    SEGMENT,
+    WORD_COUNT,
+    PlanSizes,
+    head_groups,
+    plan_sizes,
+)
+from quire.kernels.cpu.threads import Launcher
 
-UNIT_ROWS = 64  # an item aims for: keys and values that another core's cache gave up are read once for them
-SPLIT_ROWS = 16  # units with more rows are not split
-PIECES = 4  # items there should be for each thread
-PARTIAL_BYTES = 1 << 26  # at most for the parts of split units
 ROW_COST = 4  # reading a position costs as much as this many rows do
 ALONE_COST = 1 << 18  # below this many multiply-adds one thread does everything
 BUCKETS = 64  # of the sort by cost
@@ -56,7 +61,7 @@ STARTS, LENGTHS, SEQUENCES, P_BEHIND, P_AHEAD, P_HEADS, P_GROUP, P_SIZE = range(
 TARGET_ITEMS, MAX_QUERIES, MIN_QUERIES, P_PARTIAL_ROWS, CAPACITY, STAGED, ITEMS, MERGES, WORDS = range(8, 17)
 
 # Words that `plan` writes: records x KV heads, for one thread and for all
-ATTEND_ALONE, ATTEND_SHARED, MERGE_ALONE, MERGE_SHARED, WORD_COUNT = range(5)
+ATTEND_ALONE, ATTEND_SHARED, MERGE_ALONE, MERGE_SHARED = range(WORD_COUNT)
 
 
 @jit
@@ -156,12 +161,12 @@ def sort_units(args, units, scratch):
 @op
 def plan(args, first, last, scratch):
     """Write the items of a step, the rows to merge, and how many there are of both. One item."""
-    heads, wanted, words = args[P_HEADS], args[TARGET_ITEMS], i64_ptr(args[WORDS])
+    heads, target, words = args[P_HEADS], args[TARGET_ITEMS], i64_ptr(args[WORDS])
     units, cost = stage_units(args, choose_queries(args))
     work, merged, slots = cost * heads * args[P_SIZE] * 2, 0, 0
-    alone = wanted == 0 or work < ALONE_COST
+    alone = target == 0 or work < ALONE_COST
     if not alone:
-        units, merged, slots = split_units(args, units, max(1, cost * heads // wanted))
+        units, merged, slots = split_units(args, units, max(1, cost * heads // target))
     sort_units(args, units, scratch)
     together = alone or slots * args[P_PARTIAL_ROWS] * args[P_SIZE] < ALONE_COST
     words[ATTEND_ALONE], words[ATTEND_SHARED] = (units * heads, 0) if alone else (0, units * heads)
@@ -170,46 +175,29 @@ def plan(args, first, last, scratch):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where `plan` writes.
-
-    Attributes:
-        items, merges: int64 records, see attention_softmax.py. words: int64 [WORD_COUNT]. partials: float32 slots.
-        partial_rows, item_rows: rows that a partial result, and an item, have memory for.
-        item_limit, merge_limit: records there may be.
-    """
+    """Where `plan` writes: int64 records (see attention_kernels.py) and words [WORD_COUNT], and float32 slots."""
 
     items: np.ndarray
     merges: np.ndarray
     words: np.ndarray
     partials: np.ndarray
-    partial_rows: int
-    item_rows: int
-    item_limit: int
-    merge_limit: int
+    sizes: PlanSizes
 
 
 def make_plan(
     launcher: Launcher, tokens: int, metadata: AttentionMetadata, params: AttentionParams, block_size: int
 ) -> Plan:
-    """Emit `plan` for layers with these heads and this window; sizes follow from shapes alone."""
-    heads, size = params.num_kv_heads, params.out_size
-    group = params.num_heads // heads
-    wanted = PIECES * launcher.num_threads if launcher.num_threads > 1 else 0
-    least = GROUP // gcd(GROUP, group)
-    most = max(1, UNIT_ROWS // group // least * least or UNIT_ROWS // group)
-    partial_rows = -(-max(group, SPLIT_ROWS) // 16) * 16
-    segments = -(-metadata.block_tables.shape[1] * block_size // SEGMENT)
-    slot = 2 * (partial_rows + 16) + partial_rows * (-(-size // 32) * 32)  # elements, as `partial_size` says
-    capacity = min(wanted * segments, PARTIAL_BYTES // (4 * slot))
-    item_limit, merge_limit = tokens + 2 * wanted + 1, wanted + 1
-    empty = launcher.empty
-    staged, items = empty((item_limit, RECORD), np.int64), empty((item_limit, RECORD), np.int64)
-    merges, words = empty((merge_limit, RECORD), np.int64), empty((WORD_COUNT,), np.int64)
-    partials = empty((capacity, slot), np.float32)
+    """Emit `plan` for layers with these heads and this window."""
+    heads, empty = params.num_kv_heads, launcher.empty
+    sizes = plan_sizes(launcher.num_threads, tokens, metadata.block_tables.shape[1] * block_size, params)
+    staged, items = empty((sizes.items, RECORD), np.int64), empty((sizes.items, RECORD), np.int64)
+    merges, words = empty((sizes.merges, RECORD), np.int64), empty((WORD_COUNT,), np.int64)
+    partials = empty((sizes.slots, sizes.slot), np.float32)
     step = metadata.cu_query_lens, metadata.seq_lens, metadata.seq_lens.shape[0], *params.reach
-    limits = wanted, most, min(least, most), partial_rows, capacity
-    launcher.emit(plan, *step, heads, group, size, *limits, staged, items, merges, words, items=1, work=0)
-    return Plan(items, merges, words, partials, partial_rows, max(most, 1) * group, item_limit, merge_limit)
+    shape = heads, params.num_heads // heads, params.out_size
+    limits = sizes.target_items, sizes.max_queries, sizes.min_queries, sizes.partial_rows, sizes.slots
+    launcher.emit(plan, *step, *shape, *limits, staged, items, merges, words, items=1, work=0)
+    return Plan(items, merges, words, partials, sizes)
 
 
 NEVER = 1 << 60  # items that one thread does alone where the plan says so
@@ -222,17 +210,13 @@ def attend_op(dtype: np.dtype, paired: bool, latent: bool = False) -> Op:
     return attend_pairs if paired else ATTEND[dtype]
 
 
-def head_groups(num_heads: int) -> int:
-    """Return into how many groups heads are cut that share a latent cache: none has more rows than an item."""
-    return next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= UNIT_ROWS)
-
-
 def paged_attention(
     launcher: Launcher,
     q: np.ndarray,
-    cache: CPUKVCache | CPULatentCache,
+    cache: CPUKVCache,
     metadata: AttentionMetadata,
     params: AttentionParams,
+    fresh: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Emit attention of q [T, Hq*D], see `Backend.paged_attention` -> [T, Hq * size of a value].
 
@@ -262,7 +246,7 @@ def _emit(
     q: np.ndarray,
     stride: int,
     out: np.ndarray,
-    cache: CPUKVCache | CPULatentCache,
+    cache: CPUKVCache,
     metadata: AttentionMetadata,
     params: AttentionParams,
     plan: Plan,
@@ -271,17 +255,18 @@ def _emit(
     heads, size = params.num_kv_heads, params.head_size
     tables = metadata.block_tables
     scores = float(params.scale), float(params.softcap or 0.0), _floats(params.sinks), _floats(params.alibi_slopes)
-    storage = cache.flat_keys, cache.flat_values, cache.key_scales, cache.value_scales
+    storage = cache.keys, cache.values, cache.key_scales, cache.value_scales
     before = q, stride, out, *storage, tables, tables.strides[0] // 4
     sizes = params.num_heads, heads, size, params.out_size, cache.block_size
-    after = plan.partials, *sizes, *params.reach, *scores, plan.partial_rows, plan.item_rows
-    assert _scratch_needed(plan, size, cache.paired) <= SCRATCH_BYTES, f"{plan.item_rows} rows of {size} elements"
-    dtype, latent = cache.flat_keys.dtype, isinstance(cache, CPULatentCache)
-    attend = attend_op(dtype, cache.paired, latent)
+    after = plan.partials, *sizes, *params.reach, *scores, plan.sizes.partial_rows, plan.sizes.item_rows
+    assert _scratch_needed(plan.sizes, size, cache.paired) <= SCRATCH_BYTES, (
+        f"{plan.sizes.item_rows} rows of {size} elements"
+    )
+    attend = attend_op(cache.keys.dtype, cache.paired, cache.latent)
     shared = launcher.num_threads > 1
     for instruction, records, limit, alone, together in (
-        (attend, plan.items, plan.item_limit, ATTEND_ALONE, ATTEND_SHARED),
-        (merge, plan.merges, plan.merge_limit, MERGE_ALONE, MERGE_SHARED),
+        (attend, plan.items, plan.sizes.items, ATTEND_ALONE, ATTEND_SHARED),
+        (merge, plan.merges, plan.sizes.merges, MERGE_ALONE, MERGE_SHARED),
     ):
         if instruction is merge and not shared:
             continue
@@ -298,9 +283,9 @@ def _floats(values: np.ndarray | None) -> np.ndarray | None:
     return None if values is None else np.require(values, np.float32, ["C", "A"])
 
 
-def _scratch_needed(plan: Plan, size: int, paired: bool) -> int:
+def _scratch_needed(sizes: PlanSizes, size: int, paired: bool) -> int:
     """Return an upper bound of the scratch an item takes, see `row_state` and every `item_buffers`."""
-    rows, padded = max(plan.item_rows, plan.partial_rows), -(-size // 32) * 32
+    rows, padded = max(sizes.item_rows, sizes.partial_rows), -(-size // 32) * 32
     state = rows * (4 * padded + 36) + 16384
     if paired:
         pairs = 2 * (-(-size // 32) * 32)  # bytes of a row

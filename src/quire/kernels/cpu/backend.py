@@ -17,8 +17,6 @@ from quire.checkpoint.tensor import QuantizedTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import (
     Arrays,
-    AttentionMetadata,
-    AttentionParams,
     Backend,
     DeviceTokens,
     Penalties,
@@ -27,32 +25,32 @@ from quire.kernels.backend import (
 from quire.kernels.cpu import (
     activations,
     arithmetic,
-    choose,
-    gated_delta,
+    cache,
     heads,
-    linear,
+    kv_write,
     linear_coded,
     linear_int,
     norms,
     rotary,
-    routing,
     rows,
+    sampling,
+    states,
 )
 from quire.kernels.cpu import lora as adapters
 from quire.kernels.cpu.attention import attend_op, paged_attention, plan
-from quire.kernels.cpu.attention_softmax import merge
-from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache, CPULatentCache
-from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts
-from quire.kernels.cpu.formats import STORAGE, CPULinear, can_gate, pack
+from quire.kernels.cpu.attention_kernels import merge
+from quire.kernels.cpu.cache import KV_STORAGE, PAIRED, CPUKVCache
+from quire.kernels.cpu.experts import CPUExperts, experts, pack_experts, route
+from quire.kernels.cpu.formats import STORAGE, CPULinear, pack
 from quire.kernels.cpu.heads import CPUHeads
 from quire.kernels.cpu.jit import Op, refresh_cache
-from quire.kernels.cpu.kv_write import WRITE, write_kv, write_latent
 from quire.kernels.cpu.levels import current_level
+from quire.kernels.cpu.linear import FLOAT_OPS, linear_pairs
 from quire.kernels.cpu.linear_int import pack_integers
-from quire.kernels.cpu.logprobs import logprobs_of
-from quire.kernels.cpu.row_maxima import RowMaxima, row_maxima
-from quire.kernels.cpu.short_conv import causal_conv
+from quire.kernels.cpu.products import Weight, linear
+from quire.kernels.cpu.sampling import RowMaxima, logprobs_of, row_maxima
 from quire.kernels.cpu.simd import HAS_BF16_DOT
+from quire.kernels.cpu.sizes import INT4_GROUP, can_gate
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
 from quire.kernels.host_blocks import HostMemory
@@ -60,20 +58,7 @@ from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory
 from quire.kernels.weight_storage import stored_layout
 
-ACTIVATIONS = {
-    "relu": activations.RELU,
-    "silu": activations.SILU,
-    "gelu": activations.GELU,
-    "gelu_tanh": activations.GELU_TANH,
-    "quick_gelu": activations.QUICK_GELU,
-    "sigmoid": activations.SIGMOID,
-    "softplus": activations.SOFTPLUS,
-    "relu2": activations.RELU2,
-}
-GATES = {**ACTIVATIONS, "swiglu_oai": activations.SWIGLU_OAI}
-INT4_GROUP = 64  # neighbouring weights of a row that share a scale
 SIMD_LEVELS = ("avx512_bf16", "generic")
-Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -83,13 +68,6 @@ def _array(values: np.ndarray, dtype: type) -> np.ndarray:
     if values.dtype == dtype and values.flags.carray:
         return values
     return np.require(values, dtype, ["C", "A", "W"])
-
-
-def _activation(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
-    """Return the kernels' number of an activation, or with GATES of what gate and up become together."""
-    if kind not in known:
-        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(known)}", param="hidden_act")
-    return known[kind]
 
 
 def _resolve_simd_level(level: str | None) -> str:
@@ -141,7 +119,7 @@ class CPUBackend(HostMemory, Backend):
         self._launcher = Launcher(num_threads)
         self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()
-        self._linear = linear.linear_pairs if self._paired else linear.FLOAT_OPS[STORAGE[dtype]]
+        self._linear = linear_pairs if self._paired else FLOAT_OPS[STORAGE[dtype]]
         # Those of the logits that `rows_finite` was given, for `sample`, unless an op changes them in between.
         self._last_maxima: tuple[np.ndarray, RowMaxima] | None = None
         self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
@@ -165,7 +143,7 @@ class CPUBackend(HostMemory, Backend):
     def _main_ops(self) -> list[Op]:
         """Return the ops that take long to compile and that every model needs, whatever its norms are."""
         storage = KV_STORAGE[self.kv_dtype]
-        ops = [*self._products(), WRITE[storage], plan, attend_op(storage, self._paired_kv)]
+        ops = [*self._products(), kv_write.WRITE[storage], plan, attend_op(storage, self._paired_kv)]
         return [*ops, merge] if self.num_threads > 1 else ops  # one thread splits nothing
 
     def _products(self) -> list[Op]:
@@ -246,9 +224,8 @@ class CPUBackend(HostMemory, Backend):
                 return stored
         if self.quantization is None or exact:
             return pack(parts, biases, self.dtype, self._launcher, self._paired, gated)
-        if self.quantization == "int4" and not table:
-            return linear_int.pack_int4(parts, biases, self._launcher, group=INT4_GROUP, gated=gated)
-        return linear_int.pack_int8(parts, biases, self._launcher, gated=gated)
+        bits, group = (4, INT4_GROUP) if self.quantization == "int4" and not table else (8, None)
+        return linear_int.pack_floats(parts, biases, self._launcher, bits, group, gated)
 
     def pack_experts(self, experts: Iterable[Expert]) -> CPUExperts:
         return pack_experts(experts, self.pack_linear)
@@ -273,7 +250,7 @@ class CPUBackend(HostMemory, Backend):
     concat = _op(arithmetic.concat)
     take_rows = _op(rows.take_rows)
     head_linear = _op(heads.head_linear)
-    route = _op(routing.route)
+    route = _op(route)
     lora = _op(adapters.lora)
     lora_embedding = _op(adapters.lora_embedding)
     limit_columns = _op(adapters.limit_columns)
@@ -282,7 +259,13 @@ class CPUBackend(HostMemory, Backend):
     layer_norm = _op(norms.layer_norm)
     rotary_embedding = _op(rotary.rotary)
     softcap = _op(activations.softcap)
-    gated_delta = _op(gated_delta.gated_delta)
+    activation = _op(activations.activation)
+    gated_activation = _op(activations.gated_activation)
+    causal_conv = _op(states.causal_conv)
+    gated_delta = _op(states.gated_delta)
+    write_kv = _op(kv_write.write_kv)
+    write_latent = _op(kv_write.write_latent)
+    paged_attention = _op(paged_attention)
 
     def embedding(self, ids: np.ndarray, weight: Weight, first_row: int | None = None) -> np.ndarray:
         if first_row is not None:
@@ -298,27 +281,20 @@ class CPUBackend(HostMemory, Backend):
 
     def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
         if weight.gated:
-            return self._product(x, weight, _activation(kind, GATES))
+            return self._product(x, weight, activations.number_of(kind, activations.GATES))
         halves = self._product(x, weight, None)
-        return activations.activation(self._launcher, halves, _activation(kind, GATES), gated=True)
+        return self.gated_activation(halves, kind)
 
     def experts(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str) -> np.ndarray:
         rounded = self.quantization != "int8-weight-only"
-        gate = _activation(kind, GATES)
+        gate = activations.number_of(kind, activations.GATES)
         return experts(self._launcher, x, ids, weights, packed, gate, self._int_level, rounded)
 
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
-        if isinstance(weight, linear_coded.CodedLinear):
-            return linear_coded.linear(self._launcher, x, weight, gate)
-        if isinstance(weight, linear_int.IntLinear):
-            rounded = self.quantization != "int8-weight-only"
-            return linear_int.linear(self._launcher, x, weight, gate, self._int_level, round_inputs=rounded)
-        return linear.linear(self._launcher, x, weight, gate)
-
-    def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        return activations.activation(self._launcher, x, _activation(kind, GATES), gated=True)
+        rounded = self.quantization != "int8-weight-only"
+        return linear(self._launcher, x, weight, gate, int_level=self._int_level, round_inputs=rounded)
 
     set_lora = staticmethod(adapters.set_slot)
 
@@ -330,58 +306,20 @@ class CPUBackend(HostMemory, Backend):
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.PackedLoRA:
         return adapters.pack(change, self.dtype, lookup=lookup)
 
-    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        return activations.activation(self._launcher, x, _activation(kind), gated=False)
-
-    def causal_conv(
-        self,
-        x: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        state: np.ndarray,
-        metadata: AttentionMetadata,
-        activation: str | None = None,
-    ) -> np.ndarray:
-        kind = None if activation is None else _activation(activation)
-        return causal_conv(self._launcher, x, weight, bias, state, metadata, kind)
-
     # KV cache and attention
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, latent: bool = False
-    ) -> CPUKVCache | CPULatentCache:
+    ) -> CPUKVCache:
         storage = KV_STORAGE[self.kv_dtype]
         if latent:
-            return CPULatentCache.allocate(num_blocks, block_size, head_size, storage, self._paired_kv)
+            return CPUKVCache.allocate_latent(num_blocks, block_size, head_size, storage, self._paired_kv)
         return CPUKVCache.allocate(num_blocks, block_size, num_kv_heads, head_size, storage, self._paired_kv)
 
-    def write_kv(self, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
-        write_kv(self._launcher, k, v, cache, rows.as_ids(self._launcher, slot_mapping))
-
-    def write_latent(self, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
-        write_latent(self._launcher, x, cache, rows.as_ids(self._launcher, slot_mapping))
-
-    def paged_attention(
-        self,
-        q: np.ndarray,
-        cache: CPUKVCache | CPULatentCache,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
-        fresh: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> np.ndarray:
-        return paged_attention(self._launcher, q, cache, metadata, params)
-
-    def copy_blocks(self, cache: CPUKVCache | CPULatentCache, pairs: np.ndarray) -> None:
-        cache.copy_blocks(pairs)
-
-    def block_nbytes(self, cache: CPUKVCache | CPULatentCache) -> int:
-        return cache.block_nbytes
-
-    def read_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray) -> np.ndarray:
-        return cache.read_blocks(block_ids)
-
-    def write_blocks(self, cache: CPUKVCache | CPULatentCache, block_ids: np.ndarray, data: np.ndarray) -> None:
-        cache.write_blocks(block_ids, data)
+    copy_blocks = staticmethod(cache.copy_blocks)
+    block_nbytes = staticmethod(cache.block_nbytes)
+    read_blocks = staticmethod(cache.read_blocks)
+    write_blocks = staticmethod(cache.write_blocks)
 
     # Logits and sampling
 
@@ -391,7 +329,7 @@ class CPUBackend(HostMemory, Backend):
             penalties = penalties.with_tokens(last.tokens, last.indices)
         dtypes = (np.int64, np.int64, np.int32, np.int32, np.float32, np.float32, np.float32)
         arrays = (_array(values, dtype) for values, dtype in zip(penalties, dtypes, strict=True))
-        choose.penalize(self._launcher, logits, *arrays)
+        sampling.penalize(self._launcher, logits, *arrays)
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         self._last_maxima = None
@@ -408,7 +346,7 @@ class CPUBackend(HostMemory, Backend):
 
     def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
         self._last_maxima = None
-        choose.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
+        sampling.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
         maxima = row_maxima(self._launcher, logits)
@@ -431,7 +369,9 @@ class CPUBackend(HostMemory, Backend):
         if not temperature.any():
             return maxima.tokens
         options = (_array(values, np.float64) for values in (top_p, min_p, uniforms))
-        return choose.sample(self._launcher, maxima, _array(temperature, np.float64), _array(top_k, np.int64), *options)
+        return sampling.sample(
+            self._launcher, maxima, _array(temperature, np.float64), _array(top_k, np.int64), *options
+        )
 
     def _maxima_of(self, logits: np.ndarray) -> RowMaxima:
         """Return the maxima that `rows_finite` has computed for these logits, or compute them."""

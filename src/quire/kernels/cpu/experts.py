@@ -1,83 +1,383 @@
-"""Mixtures of experts: sum over the chosen experts of weight * down(act(gate x) * up x).
+"""Mixtures of experts: routing, and sum over the chosen experts of weight * down(act(gate x) * up x).
 
-Pairs of a token and one of its experts are sorted by expert (grouped.py), their rows brought together, and each product
-is that of linear.py or linear_int.py, carried out for the rows of one expert after the other with its weights. Only
-weights of experts that have rows are read. Then every token adds up its rows in the order of its choices.
+Which expert computes which rows is known only when a program runs. So `group` emits an op that sorts pairs of a token
+and an expert by expert, and writes down for each expert that has any where its rows begin and how many they are.
+`Groups.emit` emits an op that carries out another one for every such expert, with that expert's rows and weights as
+arguments. The inner ops are those of any product (products.py) and know nothing of this. Only weights of experts that
+have rows are read. Then every token adds up its rows in the order of its choices.
+
+Rows of an expert lie together, and as many more are kept as the tiles of products have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
 from quire.errors import ModelError
-from quire.kernels.cpu import linear, linear_coded, linear_int, quantize
-from quire.kernels.cpu.activations import COST, PIECE, activate_rows
+from quire.kernels.cpu import team, threads
+from quire.kernels.cpu.activations import COST, PIECE, activate_rows, pieces_of
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.formats import CPULinear
-from quire.kernels.cpu.grouped import (
-    BLOCKS,
-    ROWS,
-    TILES,
-    WHOLE,
-    ExpertArray,
-    ExpertRowCount,
-    ExpertRows,
-    Groups,
-    Unit,
-    emit_grouped,
-    group,
-)
-from quire.kernels.cpu.interleave import interleave_tiles_f32, pack_bf16_tiles
-from quire.kernels.cpu.jit import Op, op
-from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
+from quire.kernels.cpu.interleave import ROW_GROUP, tile_height
+from quire.kernels.cpu.jit import Op, jit, op
+from quire.kernels.cpu.pointers import INT, f32_ptr, float64_from_bits, i64_ptr, intrinsic
+from quire.kernels.cpu.products import BLOCKS, ROWS, ROWS_IN, TILES, WHOLE, Stack, Weight, multiply
 from quire.kernels.cpu.rows import copy_row
-from quire.kernels.cpu.simd import load, mul, multiply_add, splat, store, store_partial
+from quire.kernels.cpu.simd import (
+    TILE_ROWS,
+    add,
+    div,
+    exp,
+    load,
+    load_partial,
+    mul,
+    multiply_add,
+    splat,
+    store,
+    store_lanes,
+    sub,
+)
+from quire.kernels.cpu.sizes import DOT_ROWS, SCRATCH_BYTES, expert_rows
+from quire.kernels.cpu.team import call_op, offset
 from quire.kernels.cpu.threads import Launcher, address_of
-from quire.kernels.experts import Expert
+from quire.kernels.experts import Expert, RoutingParams
 
-COLUMNS = 32  # of an item of every product
-NO_ACTIVATION = -1
-ROW_COUNT = ExpertRowCount()
-Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
+# Routing
 
 
-@dataclass(frozen=True)
-class Stack:
-    """One matrix of every expert, all packed alike."""
+SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
+SOFTMAX, SIGMOID, SOFTMAX_CHOSEN = range(3)
+MAX, TOP2 = range(2)
+LOWEST = np.float32(-np.inf)
+TINY = np.float32(1e-20)
 
-    weights: tuple[Weight, ...]
 
-    @cached_property
-    def one(self) -> Weight:
-        """Any of them, to tell sizes and formats."""
-        return self.weights[0]
+@jit
+def softmax(x, count):
+    """Turn x[0 : count] into its softmax; what follows up to a multiple of sixteen is written to as well."""
+    size, total = LOWEST, np.float32(0)
+    for i in range(count):
+        size = max(size, x[i])
+    for i in range(0, count, 16):
+        store(x, i, exp(sub(load(x, i), splat(size))))
+    for i in range(count):
+        total += x[i]
+    for i in range(count):
+        x[i] /= total
+
+
+@jit
+def score(logits, at, count, scoring, out):
+    """Write the scores of logits[at : at + count] to `out`."""
+    one = splat(np.float32(1))
+    for i in range(0, count, 16):
+        v = load_partial(logits, at + i, min(16, count - i))
+        store(out, i, div(one, add(one, exp(sub(splat(np.float32(0)), v)))) if scoring == SIGMOID else v)
+    if scoring == SOFTMAX:
+        softmax(out, count)
+
+
+@jit
+def take_largest(values, start, stop, taken):
+    """Return which of values[start : stop] is largest among those not taken yet, and take it."""
+    best = np.int64(-1)
+    for i in range(start, stop):
+        if taken[i] == 0 and (best < 0 or values[i] > values[best]):
+            best = i
+    taken[best] = 1
+    return best
+
+
+@jit
+def group_score(values, start, stop, rule):
+    """Return what a group is compared by."""
+    first, second = LOWEST, LOWEST
+    for i in range(start, stop):
+        if values[i] > first:
+            first, second = values[i], first
+        elif values[i] > second:
+            second = values[i]
+    return first + second if rule == TOP2 and stop - start > 1 else first
+
+
+@jit
+def mask_groups(values, count, groups, chosen, rule, own, taken):
+    """Set to -inf what is in no group of the `chosen` best; `own` and `taken` have room for all groups."""
+    size = count // groups
+    for g in range(groups):
+        own[g], taken[g] = group_score(values, g * size, (g + 1) * size, rule), 0
+    for _ in range(chosen):
+        take_largest(own, 0, groups, taken)
+    for g in range(groups):
+        if taken[g] == 0:
+            for i in range(g * size, (g + 1) * size):
+                values[i] = LOWEST
+
+
+@jit
+def weigh(weights, at, count, scoring, renormalize, scale, room):
+    """Make the scores of the chosen experts, weights[at : at + count], their weights."""
+    if scoring == SOFTMAX_CHOSEN:
+        for j in range(count):
+            room[j] = weights[at + j]
+        softmax(room, count)
+        for j in range(count):
+            weights[at + j] = room[j]
+    if renormalize != 0:
+        total = np.float32(0)
+        for j in range(count):
+            total += weights[at + j]
+        for j in range(count):
+            weights[at + j] /= total + TINY
+    for j in range(count):
+        weights[at + j] *= scale
+
+
+@op
+def route_rows(args, first, last, scratch):
+    """One item is one row.
+
+    Logits, their row step, experts, k, scoring, renormalize, scale, groups, chosen groups, their rule, bias or 0, ids,
+    weights, values between two pieces of scratch.
+    """
+    logits, step, experts, chosen, scoring = f32_ptr(args[0]), args[1], args[2], args[3], args[4]
+    scale, bias, ids, weights = np.float32(float64_from_bits(args[6])), args[10], i64_ptr(args[11]), f32_ptr(args[12])
+    size = 4 * args[13]
+    scores, compared, room = f32_ptr(scratch), f32_ptr(scratch + size), f32_ptr(scratch + 2 * size)
+    taken = i64_ptr(scratch + 3 * size)
+    for row in range(first, last):
+        score(logits, row * step, experts, scoring, scores)
+        for e in range(experts):
+            value = scores[e] + f32_ptr(bias)[e] if bias != 0 else scores[e]
+            compared[e] = value if value == value else LOWEST
+        if args[7] > 1:
+            mask_groups(compared, experts, args[7], args[8], args[9], room, taken)
+        for e in range(experts):
+            taken[e] = 0
+        at = row * chosen
+        for j in range(chosen):
+            best = take_largest(compared, 0, experts, taken)
+            ids[at + j], weights[at + j] = best, scores[best]
+        weigh(weights, at, chosen, scoring, args[5], scale, room)
+
+
+def route(launcher: Launcher, logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids int64 [T, k] and weights float32 [T, k], see `Backend.route`; logits [T, E]."""
+    source, step = as_rows(logits)
+    tokens, experts, chosen = source.shape[0], params.num_experts, params.top_k
+    if source.shape[1] != experts:
+        raise ValueError(f"route: logits are {source.shape}, of {experts} experts")
+    ids, weights = launcher.empty((tokens, chosen), np.int64), launcher.empty((tokens, chosen))
+    room = -(-experts // 16) * 16
+    assert room * 20 <= SCRATCH_BYTES, "scores fit an op's scratch"
+    rule = MAX if params.group_score == "max" else TOP2
+    scoring = SCORINGS.index(params.scoring), int(params.renormalize), float(params.scale)
+    grouping = params.num_groups, params.top_groups, rule
+    args = source, step, experts, chosen, *scoring, *grouping, params.bias, ids, weights, room
+    launcher.emit(route_rows, *args, items=tokens, work=tokens * experts * (chosen + 8))
+    return ids, weights
+
+
+# Grouped instructions
+
+
+# A record of an expert that has rows: its number, its first row, how many rows, and, counted from the first expert on,
+# rows, tiles of DOT_ROWS, whole tiles of TILE_ROWS, and groups of ROW_GROUP before it (ROWS to BLOCKS of products.py).
+# The last record ends the counts.
+RECORD = 8
+EXPERT, FIRST, COUNT = range(3)
+INNER_ARGS = team.ROW - team.ARGS
+ADVANCE, LOOK_UP, PUT_COUNT = range(3)  # what becomes of an argument
+PATCH = 3  # int64 of one: which argument, what becomes of it, with what
+
+
+class ExpertRows(NamedTuple):
+    """An argument: where an expert's rows begin in `array`, with `step` bytes from a row to the next."""
+
+    array: np.ndarray
+    step: int
+
+
+class ExpertArray(NamedTuple):
+    """An argument: the expert's own of int64 [E]."""
+
+    table: np.ndarray
+
+
+class ExpertRowCount:
+    """An argument: the number of rows of an expert."""
+
+
+class Unit(NamedTuple):
+    """What the items of a grouped instruction are: `factor` for each of the `kind`, one of ROWS to BLOCKS."""
+
+    kind: int
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs of a token and an expert, by expert: a `products.ProductRows`.
+
+    Attributes:
+        records: int64, see above. words: how many there are, then how many items there are of each unit.
+        places: int64 [count], the row of each pair.
+        units: those that instructions may have. count, padded: how many pairs there are, and rows to keep for them.
+    """
+
+    launcher: Launcher
+    records: np.ndarray
+    words: np.ndarray
+    places: np.ndarray
+    units: tuple[Unit, ...]
+    count: int
+    padded: int
 
     @property
-    def unit(self) -> Unit:
-        """What the items of a product are."""
-        return Unit(BLOCKS, self.one.padded // COLUMNS)
+    def row_count(self) -> ExpertRowCount:
+        return ExpertRowCount()
 
-    def own(self, name: str) -> ExpertArray | None:
-        """Return the addresses of every expert's array of this name, None where they have none."""
-        return None if getattr(self.one, name) is None else ExpertArray(self._tables[name])
+    def capacity(self, kind: int) -> int:
+        return self.padded
 
-    @property
-    def code_args(self) -> tuple[int | ExpertArray | None, ...]:
-        """What ops of products with codes have among their arguments besides; nothing for other weights."""
-        if not isinstance(self.one, linear_coded.CodedLinear):
-            return ()
-        depth, group, _, short, _, kind = linear_coded.code_args(self.one)
-        return depth, group, self.own("scales"), short, self.own("table"), kind
+    def at(self, array: np.ndarray, row_bytes: int) -> ExpertRows:
+        return ExpertRows(array, row_bytes)
 
-    @cached_property
-    def _tables(self) -> dict[str, np.ndarray]:
-        names = [field.name for field in fields(self.one) if isinstance(getattr(self.one, field.name), np.ndarray)]
-        return {name: np.array([address_of(getattr(w, name)) for w in self.weights], np.int64) for name in names}
+    def own(self, stack: Stack, name: str) -> ExpertArray | None:
+        return None if getattr(stack.one, name) is None else ExpertArray(stack.addresses[name])
+
+    def emit(self, op: Op, *args: Any, kind: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        """Emit `op` for the rows of every expert; `kind` and `factor` are one of `units`."""
+        assert len(args) <= INNER_ARGS, f"{op.name} has too many arguments"
+        words, patches = np.zeros(INNER_ARGS, np.int64), []
+        for place, arg in enumerate(args):
+            if isinstance(arg, ExpertRows):
+                words[place] = address_of(arg.array)
+                patches += [place, ADVANCE, arg.step]
+            elif isinstance(arg, ExpertArray):
+                patches += [place, LOOK_UP, address_of(arg.table)]
+            elif isinstance(arg, ExpertRowCount):
+                patches += [place, PUT_COUNT, 0]
+            elif arg is not None:
+                words[place] = int(arg)
+        at = 1 + self.units.index(Unit(kind, factor))
+        # All pairs may have the same expert, or as many as there are.
+        most = factor * self.count
+        fewest = factor * -(-self.count // ROWS_IN[kind])
+        patched = op.address, words, len(patches) // PATCH, np.array(patches, np.int64)
+        self.launcher.emit(
+            each_group,
+            *(self.records, self.words, kind, factor, *patched),
+            items=most,
+            work=work,
+            items_at=self.words[at : at + 1],
+            alone_below=1 + threads.SMALL_WORK * most // max(1, work),
+            grain=max(1, fewest // (self.launcher.num_threads * threads.PIECES)),
+            holds=stack,
+        )
+
+
+@op
+def group_pairs(args, first, last, scratch):
+    """ids, pairs, experts, records, words, places, number of units, then the kind and the factor of each unit."""
+    ids, pairs, experts = i64_ptr(args[0]), args[1], args[2]
+    records, words, places = i64_ptr(args[3]), i64_ptr(args[4]), i64_ptr(args[5])
+    counts = i64_ptr(scratch)
+    for e in range(experts):
+        counts[e] = 0
+    for p in range(pairs):
+        counts[ids[p]] += 1
+    at, row, rows, tiles, whole, blocks = 0, 0, 0, 0, 0, 0
+    for e in range(experts + 1):
+        count = counts[e] if e < experts else 0
+        if count > 0 or e == experts:
+            records[at + EXPERT], records[at + FIRST], records[at + COUNT] = e, row, count
+            records[at + ROWS], records[at + TILES] = rows, tiles
+            records[at + WHOLE], records[at + BLOCKS] = whole, blocks
+            at += RECORD
+        if count > 0:
+            counts[e] = row
+            rest = count % DOT_ROWS
+            row += count - rest + (tile_height(rest) if rest > 0 else 0)
+            rows += count
+            tiles += (count + DOT_ROWS - 1) // DOT_ROWS
+            whole += count // TILE_ROWS
+            blocks += (count + ROW_GROUP - 1) // ROW_GROUP
+    words[0] = at // RECORD - 1
+    for u in range(args[6]):
+        words[1 + u] = records[at - RECORD + args[7 + 2 * u]] * args[8 + 2 * u]
+    for p in range(pairs):
+        places[p] = counts[ids[p]]
+        counts[ids[p]] += 1
+
+
+@intrinsic(types.CPointer(INT))
+def own_arguments(b):
+    """Return memory for the arguments of one op, on the stack."""
+    return cgutils.alloca_once(b, ir.IntType(64), size=INNER_ARGS)
+
+
+@jit
+def record_of(records, count, kind, before):
+    """Return the record of the unit of a `kind` that has `before` others before it."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if records[middle * RECORD + kind] <= before:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@op
+def each_group(args, first, last, scratch):
+    """records, words, kind and factor of the unit, inner op, its arguments, number of patches, patches."""
+    records, kind, factor = i64_ptr(args[0]), args[2], args[3]
+    arguments, patches = i64_ptr(args[5]), i64_ptr(args[7])
+    own = own_arguments()
+    place = record_of(records, i64_ptr(args[1])[0], kind, first // factor)
+    while first < last:
+        record = offset(records, place * RECORD)
+        begin, end = record[kind] * factor, record[RECORD + kind] * factor
+        for i in range(INNER_ARGS):
+            own[i] = arguments[i]
+        for p in range(args[6]):
+            which, what, value = patches[p * PATCH], patches[p * PATCH + 1], patches[p * PATCH + 2]
+            if what == ADVANCE:
+                own[which] += record[FIRST] * value
+            elif what == LOOK_UP:
+                own[which] = i64_ptr(value)[record[EXPERT]]
+            else:
+                own[which] = record[COUNT]
+        stop = min(last, end)
+        if stop > first:
+            call_op(args[4], own, first - begin, stop - begin, scratch)
+            first = stop
+        place += 1
+
+
+def group(launcher: Launcher, ids: np.ndarray, experts: int, units: tuple[Unit, ...]) -> Groups:
+    """Emit the sorting of pairs by their experts, ids int64 [T, k] of `route`; `units` are those of what follows."""
+    assert ids.dtype == np.int64 and ids.flags.c_contiguous
+    assert 8 * experts <= SCRATCH_BYTES, "counts fit an op's scratch"
+    pairs = ids.size
+    active = min(pairs, experts)
+    records = launcher.empty(((active + 1) * RECORD,), np.int64)
+    words, places = launcher.empty((1 + len(units),), np.int64), launcher.empty((pairs,), np.int64)
+    settings = [number for unit in units for number in unit]
+    args = ids, pairs, experts, records, words, places, len(units), *settings
+    launcher.emit(group_pairs, *args, items=1, work=4 * (pairs + experts), alone_below=2)
+    return Groups(launcher, records, words, places, units, pairs, expert_rows(pairs, experts))
+
+
+# Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +390,9 @@ class CPUExperts:
     @property
     def units(self) -> tuple[Unit, ...]:
         """Those of all instructions that may follow the grouping."""
-        pieces = _pieces_unit(self.first.one.outputs // 2)
-        return tuple(dict.fromkeys((Unit(TILES, 1), Unit(WHOLE, 1), self.first.unit, self.last.unit, pieces)))
+        products = [Unit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
+        pieces = Unit(ROWS, pieces_of(self.first.one.outputs // 2))
+        return tuple(dict.fromkeys((Unit(TILES, 1), Unit(WHOLE, 1), *products, pieces)))
 
 
 def pack_experts(experts: Iterable[Expert], pack_linear: Callable[..., Weight]) -> CPUExperts:
@@ -132,10 +433,7 @@ def combine_expert_rows(args, first, last, scratch):
             total = mul(load(y, places[row * times] * stride + i), splat(weights[row * times]))
             for j in range(row * times + 1, (row + 1) * times):
                 total = multiply_add(load(y, places[j] * stride + i), splat(weights[j]), total)
-            if width - i >= 16:
-                store(out, row * width + i, total)
-            else:
-                store_partial(out, row * width + i, total, width - i)
+            store_lanes(out, row * width + i, total, min(16, width - i))
 
 
 # What a backend calls
@@ -151,7 +449,7 @@ def experts(
     int_level: str,
     round_inputs: bool,
 ) -> np.ndarray:
-    """Return float32 [T, H], see `Backend.experts`. `kind` is an activation's, the rest as for `linear_int.linear`."""
+    """Return float32 [T, H], see `Backend.experts`. `kind` is an activation's, the rest as for `products.linear`."""
     x, step = as_rows(x)
     tokens, chosen = ids.shape
     if x.shape[1] != packed.first.one.inputs:
@@ -159,111 +457,29 @@ def experts(
     if tokens == 0:
         return launcher.empty((0, packed.last.one.outputs))
     groups = group(launcher, ids, len(packed.first.weights), packed.units)
-    spread = launcher.empty((groups.capacity, x.shape[1]))
-    args = x, step, x.shape[1], groups.places, chosen, spread
-    launcher.emit(gather_rows, *args, items=groups.pairs, work=3 * groups.pairs * x.shape[1])
-    products = Products(launcher, groups, int_level, round_inputs)
-    inner = products.gated(spread, packed.first, kind)
-    del spread
-    results = products.product(inner, packed.last, None)
+    gathered = launcher.empty((groups.padded, x.shape[1]))
+    args = x, step, x.shape[1], groups.places, chosen, gathered
+    launcher.emit(gather_rows, *args, items=groups.count, work=3 * groups.count * x.shape[1])
+    settings = int_level, round_inputs
+    if packed.first.one.gated:
+        inner = multiply(groups, gathered, x.shape[1], packed.first, kind, *settings)
+    else:
+        inner = _gate(groups, multiply(groups, gathered, x.shape[1], packed.first, None, *settings), packed, kind)
+    del gathered
+    results = multiply(groups, inner, inner.shape[1], packed.last, None, *settings)
     del inner
     width = packed.last.one.outputs
     out = launcher.empty((tokens, width))
-    pieces = -(-width // PIECE)
+    pieces = pieces_of(width)
     summed = results, results.shape[1], groups.places, weights, chosen, out, width, pieces
-    launcher.emit(combine_expert_rows, *summed, items=tokens * pieces, work=2 * groups.pairs * width)
+    launcher.emit(combine_expert_rows, *summed, items=tokens * pieces, work=2 * groups.count * width)
     return out
 
 
-class Products:
-    """Products of rows that lie by expert, [capacity, any width >= K], with each expert's own matrix."""
-
-    def __init__(self, launcher: Launcher, groups: Groups, int_level: str, round_inputs: bool) -> None:
-        self.launcher, self.groups = launcher, groups
-        self.int_level, self.round_inputs = int_level, round_inputs
-
-    def gated(self, x: np.ndarray, stack: Stack, kind: int) -> np.ndarray:
-        """Return activation(gate) * up, [capacity, I or more]."""
-        if stack.one.gated:
-            return self.product(x, stack, kind)
-        both, width = self.product(x, stack, None), stack.one.outputs // 2
-        out, pieces = self.launcher.empty((self.groups.capacity, width)), _pieces_unit(width)
-        rows = ExpertRows(both, 4 * both.shape[1]), both.shape[1], ExpertRows(out, 4 * width), width
-        self._emit(activate_rows, *rows, kind, 1, pieces.factor, unit=pieces, work=COST * self.groups.pairs * width)
-        return out
-
-    def product(self, x: np.ndarray, stack: Stack, kind: int | None) -> np.ndarray:
-        """Return the rows times the matrices, [capacity, N or more], N halved for a gated one with its activation."""
-        width = stack.one.padded // 2 if stack.one.gated else stack.one.padded
-        activation = NO_ACTIVATION if kind is None else kind
-        if isinstance(stack.one, linear_int.IntLinear):
-            return self._integers(x, stack, stack.one, width, activation)
-        if stack.one.paired:
-            return self._pairs(x, stack, width, activation)
-        return self._floats(x, stack, stack.one, width, activation)
-
-    def _emit(self, inner: Op, *args: Any, unit: Unit, work: int) -> None:
-        """Run or record `inner` for the rows of every expert."""
-        emit_grouped(self.launcher, self.groups, inner, *args, unit=unit, work=work)
-
-    def _emit_product(self, inner: Op, stack: Stack, *args: Any) -> None:
-        """Run or record a product with each expert's matrix of the stack."""
-        work = self.groups.pairs * stack.one.padded * stack.one.depth
-        emit_grouped(self.launcher, self.groups, inner, *args, unit=stack.unit, work=work, holds=stack)
-
-    def _pairs(self, x: np.ndarray, stack: Stack, width: int, activation: int) -> np.ndarray:
-        """See `linear.linear` with paired weights."""
-        launcher, groups, depth, step = self.launcher, self.groups, stack.one.inputs, x.shape[1]
-        pairs = (depth + 1) // 2
-        packed = ExpertRows(launcher.empty((groups.capacity * pairs,), np.uint32), 4 * pairs)
-        source = ExpertRows(x, 4 * step), step
-        self._emit(pack_bf16_tiles, *source, packed, ROW_COUNT, depth, unit=Unit(TILES, 1), work=groups.pairs * depth)
-        out, product = launcher.empty((groups.capacity, width)), linear.linear_pairs
-        if isinstance(stack.one, linear_coded.CodedLinear):
-            product = linear_coded.pair_op(stack.one)
-        weights, target = (stack.own("data"), stack.own("bias")), ExpertRows(out, 4 * width)
-        numbers = width, ROW_COUNT, pairs, activation, *stack.code_args
-        self._emit_product(product, stack, *weights, packed, target, *numbers)
-        return out
-
-    def _floats(
-        self, x: np.ndarray, stack: Stack, one: CPULinear | linear_coded.CodedLinear, width: int, activation: int
-    ) -> np.ndarray:
-        launcher, groups, depth, step = self.launcher, self.groups, one.inputs, x.shape[1]
-        product = linear.FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
-        packed = ExpertRows(launcher.empty((groups.capacity * depth,)), 4 * depth)
-        source, work = (ExpertRows(x, 4 * step), step), 4 * groups.pairs * depth
-        self._emit(interleave_tiles_f32, *source, packed, depth, unit=Unit(WHOLE, 1), work=work)
-        out = launcher.empty((groups.capacity, width))
-        weights, target = (stack.own("data"), stack.own("bias")), ExpertRows(out, 4 * width)
-        numbers = width, ROW_COUNT, depth, activation, *stack.code_args
-        self._emit_product(product, stack, *weights, *source, packed, target, *numbers)
-        return out
-
-    def _integers(
-        self, x: np.ndarray, stack: Stack, one: linear_int.IntLinear, width: int, activation: int
-    ) -> np.ndarray:
-        launcher, groups, step, starts, scales = self.launcher, self.groups, x.shape[1], None, None
-        source = ExpertRows(x, 4 * step), step, ROW_COUNT, one.inputs, one.depth
-        tiles, work = Unit(TILES, 1), groups.pairs * one.depth
-        if self.round_inputs:
-            product, parts = linear_int.OPS[one.bits, self.int_level], one.depth // one.group
-            packed = ExpertRows(launcher.empty((groups.capacity * one.depth // 4,), np.uint32), one.depth)
-            starts = ExpertRows(launcher.empty((groups.capacity * parts,), np.int32), 4 * parts)
-            scales = ExpertRows(launcher.empty((groups.capacity,)), 4)
-            made = one.group, 1 << (one.bits - 1), packed, starts, scales, stack.own("order")
-            self._emit(quantize.quantize_tiles, *source, *made, unit=tiles, work=work)
-        else:
-            product = linear_int.FLOAT_OP
-            packed = ExpertRows(launcher.empty((groups.capacity * one.depth,)), 4 * one.depth)
-            self._emit(quantize.interleave_tiles, *source, packed, unit=tiles, work=work)
-        out = launcher.empty((groups.capacity, width))
-        scaling = stack.own("scales"), stack.own("group_scales"), stack.own("zeros"), stack.own("bias")
-        target = ExpertRows(out, 4 * width), width, ROW_COUNT, activation, int(one.gated)
-        weights = stack.own("data"), one.depth, one.group, *scaling
-        self._emit_product(product, stack, *weights, packed, starts, scales, *target)
-        return out
-
-
-def _pieces_unit(width: int) -> Unit:
-    return Unit(ROWS, max(1, -(-width // PIECE)))
+def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, kind: int) -> np.ndarray:
+    """Return activation(gate) * up of products whose columns do not alternate, [capacity, I]."""
+    width = packed.first.one.outputs // 2
+    out, pieces = groups.launcher.empty((groups.padded, width)), pieces_of(width)
+    args = groups.at(both, 4 * both.shape[1]), both.shape[1], groups.at(out, 4 * width), width, kind, 1, pieces
+    groups.emit(activate_rows, *args, kind=ROWS, factor=pieces, work=COST * groups.count * width)
+    return out

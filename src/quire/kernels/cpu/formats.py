@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Tensor
-from quire.kernels.cpu.interleave import interleave_weights_16, interleave_weights_32
+from quire.kernels.cpu.interleave import gated_columns, interleave_weights_16, interleave_weights_32
+from quire.kernels.cpu.sizes import COLUMNS, LANES, can_gate
 from quire.kernels.cpu.threads import Launcher, address_of
 
 # Signed or unsigned says which 16-bit float the bits are: see simd.py.
@@ -17,8 +18,6 @@ STORAGE: dict[str, np.dtype] = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.int16),
 }
-LANES = 16
-COLUMNS = 32  # rows of a weight are padded to a multiple: the columns of a tile
 STAGED_ELEMENTS = 1 << 20  # of a weight that are converted at a time
 DIRECT_BYTES = 1 << 25  # of a weight that are packed at a time where nothing is to be converted
 
@@ -42,11 +41,6 @@ class CPULinear:
     gated: bool = False
 
     @property
-    def dtype(self) -> str:
-        """Name of the storage format."""
-        return next(name for name, dtype in STORAGE.items() if dtype == self.data.dtype)
-
-    @property
     def depth(self) -> int:
         """K as stored."""
         return self.inputs + self.inputs % 2 if self.paired else self.inputs
@@ -55,28 +49,6 @@ class CPULinear:
     def padded(self) -> int:
         """N as stored."""
         return self.data.shape[0] // self.depth
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows `ids` of the weight as float32 [len(ids), K]."""
-        assert not self.gated
-        step = 2 if self.paired else 1
-        blocks = self.data.reshape(-1, self.depth // step, LANES, step)
-        found = blocks[ids // LANES, :, ids % LANES].reshape(len(ids), self.depth)
-        return widen(found[:, : self.inputs])
-
-
-def widen(stored: np.ndarray) -> np.ndarray:
-    """Return an array of a storage dtype as float32."""
-    if stored.dtype == np.uint16:
-        wide = stored.astype(np.uint32)
-        wide <<= 16
-        return wide.view(np.float32)
-    return stored.view(np.float16).astype(np.float32) if stored.dtype == np.int16 else stored
 
 
 def to_storage(tensor: Tensor, dtype: str) -> np.ndarray:
@@ -92,11 +64,6 @@ def to_storage(tensor: Tensor, dtype: str) -> np.ndarray:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
-def can_gate(parts: Sequence[Tensor]) -> bool:
-    """Whether two matrices can be packed as gate and up."""
-    return len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % LANES == 0
 
 
 def pack(
@@ -126,25 +93,23 @@ def pack(
         args = (address_of(staged), staged.strides[0], data, words, spread, place)
         launcher.emit(interleave, *args, items=count, work=4 * staged.size)
         block += count
-    return CPULinear(data, _stack_biases(biases, padded, gated), outputs, inputs, paired, gated)
+    return CPULinear(data, stack_biases(biases, outputs, padded, gated), outputs, inputs, paired, gated)
 
 
-def _stack_biases(biases: Sequence[Tensor] | None, padded: int, gated: bool) -> np.ndarray | None:
+def stack_biases(biases: Sequence[Tensor] | None, outputs: int, padded: int, gated: bool) -> np.ndarray | None:
+    """Return the biases of all parts in the order of a packed weight's columns, float32 [padded]; None for None."""
     if biases is None:
         return None
-    flat = np.concatenate([part.to_float32().reshape(-1) for part in biases])
-    if gated:
-        flat = flat.reshape(2, -1, LANES).transpose(1, 0, 2).reshape(-1)
-    bias = np.zeros(padded, np.float32)
-    bias[: flat.size] = flat
+    ids, bias = np.arange(outputs), np.zeros(padded, np.float32)
+    bias[gated_columns(ids, outputs) if gated else ids] = np.concatenate([b.to_float32().reshape(-1) for b in biases])
     return bias
 
 
 def _staged(parts: Sequence[Tensor], depth: int, dtype: str) -> Iterator[np.ndarray]:
     """Yield the rows of all parts in groups of a multiple of 16, zero rows at the end; elements of a row side by side.
 
-    Parts that are stored like that already are yielded as they are. Others go through one reused buffer, which also
-    settles what checkpoints may hold: other formats, columns that are rows of the file, rows shorter than `depth`.
+    Parts that are stored like that already are yielded as they are. Others go through one reused buffer, which
+    takes all else that checkpoints hold: other formats, columns that are rows of the file, rows shorter than `depth`.
     """
     if all(_is_direct(part, depth, dtype) for part in parts):
         rows = max(LANES, DIRECT_BYTES // max(1, depth * STORAGE[dtype].itemsize) // LANES * LANES)

@@ -16,13 +16,14 @@ import numpy as np
 
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.attention_float import product
+from quire.kernels.cpu.attention_kernels import product
 from quire.kernels.cpu.formats import COLUMNS, STORAGE, to_storage
-from quire.kernels.cpu.interleave import DOT_ROWS, PACK_BYTES, pack_bf16_tile, tile_height
+from quire.kernels.cpu.interleave import PACK_BYTES, pack_bf16_tile, tile_height
 from quire.kernels.cpu.jit import Op, jit, op, ops_by_dtype
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
 from quire.kernels.cpu.simd import LANES, panel_four, panel_many, panel_one
-from quire.kernels.cpu.threads import SCRATCH_BYTES, Launcher
+from quire.kernels.cpu.sizes import DOT_ROWS, SCRATCH_BYTES
+from quire.kernels.cpu.threads import Launcher
 
 TOKENS = 64  # of an item: its part of the matrix is read once for them
 WIDTH = 128  # columns of an item of pairs

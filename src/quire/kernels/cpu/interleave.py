@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu import sizes
 from quire.kernels.cpu.jit import jit, op
-from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
+from quire.kernels.cpu.pointers import ANY, INT, NOTHING, bf16_ptr, f32_ptr, intrinsic, u32_ptr
 from quire.kernels.cpu.simd import I32, I32V, LANES, TILE_ROWS, _load, _to_bf16_pairs
-from quire.kernels.cpu.threads import Launcher
+from quire.kernels.cpu.sizes import DOT_ROWS
 
-DOT_ROWS = 8  # rows of the largest tile of pairs
 PACK_BYTES = DOT_ROWS * (4 * 32 + 4 * 16)  # of scratch that rounding a tile takes
 ROW_GROUP = 64  # rows that one work item of a product computes, so that wide machines find enough items
 
@@ -39,28 +36,23 @@ def _interleaved_lanes(b, rows):
 def _interleave(rows, convert):
     """Make the intrinsic that interleaves 16 32-bit values of each of `rows` rows, or 32 floats as pairs."""
 
-    @intrinsic
-    def interleave(ty, source, at, step, last, target, to):
-        def code(ctx, b, sig, a):
-            index = a[1].type
-            vectors = []
-            for r in range(rows):
-                row = b.select(b.icmp_signed("<", index(r), a[3]), index(r), a[3])
-                place = b.add(a[1], b.mul(row, a[2]))
-                if convert:
-                    low, high = (_load(b, "f32", a[0], b.add(place, index(shift))) for shift in (0, LANES))
-                    vectors.append(_to_bf16_pairs(b, low, high))
-                else:
-                    value = b.load(b.bitcast(b.gep(a[0], [place]), I32V.as_pointer()))
-                    value.align = 2
-                    vectors.append(value)
-            for r, vector in enumerate(_interleaved_lanes(b, vectors)):
-                place = b.gep(a[4], [b.add(a[5], index(LANES * r))])
-                b.store(vector, b.bitcast(place, I32V.as_pointer())).align = 4
-            return ctx.get_dummy_value()
-
-        n = types.int64
-        return types.void(source, n, n, n, target, n), code
+    @intrinsic(NOTHING, ANY, INT, INT, INT, ANY, INT)
+    def interleave(b, source, at, step, last, target, to):
+        index = at.type
+        vectors = []
+        for r in range(rows):
+            row = b.select(b.icmp_signed("<", index(r), last), index(r), last)
+            place = b.add(at, b.mul(row, step))
+            if convert:
+                low, high = (_load(b, "f32", source, b.add(place, index(shift))) for shift in (0, LANES))
+                vectors.append(_to_bf16_pairs(b, low, high))
+            else:
+                value = b.load(b.bitcast(b.gep(source, [place]), I32V.as_pointer()))
+                value.align = 2
+                vectors.append(value)
+        for r, vector in enumerate(_interleaved_lanes(b, vectors)):
+            place = b.gep(target, [b.add(to, index(LANES * r))])
+            b.store(vector, b.bitcast(place, I32V.as_pointer())).align = 4
 
     interleave.__doc__ = (
         f"target[to + k * {rows} + r] = value k < 16 of row min(r, last), which begins at source[at + r * step]."
@@ -75,10 +67,7 @@ pack_8, pack_4, pack_1 = (_interleave(rows, True) for rows in (8, 4, 1))
 # Activations in bfloat16
 
 
-@jit
-def tile_height(rows):
-    """Rows of the tile of pairs that computes the next of `rows` rows; the tile may have more than are left."""
-    return 8 if rows > 4 else 4 if rows > 1 else 1
+tile_height = jit(sizes.tile_height)
 
 
 @jit
@@ -102,12 +91,6 @@ def gated_columns(ids: np.ndarray, outputs: int) -> np.ndarray:
     half = outputs // 2
     row = ids % half
     return row // 16 * 32 + ids // half * 16 + row % 16
-
-
-def padded_rows(rows: int) -> int:
-    """Return the rows of all tiles that compute `rows` rows; see `tile_height`."""
-    whole = rows // DOT_ROWS * DOT_ROWS
-    return whole if whole == rows else whole + tile_height.py_func(rows - whole)
 
 
 @jit
@@ -147,15 +130,6 @@ def pack_bf16_tiles(args, first, last, scratch):
         pack_bf16_tile(x, row * step, step, count, depth, packed, row * ((depth + 1) // 2), scratch)
 
 
-def pack_bf16_rows(launcher: Launcher, x: np.ndarray) -> np.ndarray:
-    """Return x [T, K] in bfloat16 as tiles of pairs read it: flat uint32, see `simd.dot_many`."""
-    x, step = as_rows(x)
-    rows, depth = x.shape
-    packed = launcher.empty((padded_rows(rows) * ((depth + 1) // 2),), np.uint32)
-    launcher.emit(pack_bf16_tiles, x, step, packed, rows, depth, items=-(-rows // DOT_ROWS), work=x.size)
-    return packed
-
-
 # Activations in float32
 
 
@@ -168,15 +142,6 @@ def interleave_tiles_f32(args, first, last, scratch):
         for k in range(depth):
             for r in range(TILE_ROWS):
                 packed[(row * depth) + k * TILE_ROWS + r] = x[(row + r) * step + k]
-
-
-def pack_f32_rows(launcher: Launcher, x: np.ndarray) -> np.ndarray:
-    """Return the rows of x [T, K] that fill whole tiles as `simd.tile_many` reads them: flat float32."""
-    x, step = as_rows(x)
-    tiles, depth = x.shape[0] // TILE_ROWS, x.shape[1]
-    packed = launcher.empty((tiles * TILE_ROWS * depth,), np.float32)
-    launcher.emit(interleave_tiles_f32, x, step, packed, depth, items=tiles, work=4 * packed.size)
-    return packed
 
 
 # Weights

@@ -60,7 +60,7 @@ class Op:
 
     @cached_property
     def address(self) -> int:
-        """Address of the compiled function; compiles it, or loads it from disk, when asked for the first time."""
+        """Address of the compiled function; compiles it, or loads it from disk, at the first call."""
         return int(self._compiled.address)
 
     def is_cached(self) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.cache import CPUKVCache, CPULatentCache
+from quire.kernels.cpu.cache import CPUKVCache
 from quire.kernels.cpu.jit import jit, op, ops_by_dtype
-from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i8_ptr, i64_ptr, u32_ptr
+from quire.kernels.cpu.pointers import ANY, INT, NOTHING, bf16_ptr, f32_ptr, i8_ptr, i64_ptr, intrinsic, u32_ptr
 from quire.kernels.cpu.quantize import LIMIT, row_size, steps_per
-from quire.kernels.cpu.simd import I16, I32, I32V, LANES, _call, _integers, _load, get, put
+from quire.kernels.cpu.rows import as_ids
+from quire.kernels.cpu.simd import I16, I32, I32V, LANES, _call, _integers, _load, _round_bf16, get, put
 from quire.kernels.cpu.threads import Launcher
 
 # Arguments of the ops; strides in elements
@@ -73,12 +72,8 @@ def write_floats(elements, args, first, last, scratch):
 
 
 def _rounded(b, floats, offset):
-    """Load sixteen float32 and round them as `simd.put` does; the bits of bfloat16 are the upper halves of lanes."""
-    value = _load(b, "f32", floats, offset)
-    bits = b.bitcast(value, I32V)
-    odd = b.and_(b.lshr(bits, _integers(16)), _integers(1))
-    rounded = b.add(b.add(bits, _integers(0x7FFF)), odd)
-    return b.select(b.fcmp_unordered("uno", value, value), _integers(0x7FC00000), rounded)
+    """Load sixteen float32 and round them; the bits of bfloat16 are the upper halves of lanes."""
+    return _round_bf16(b, _load(b, "f32", floats, offset))
 
 
 def _rounded_pairs(b, floats, offset):
@@ -88,53 +83,33 @@ def _rounded_pairs(b, floats, offset):
     return b.bitcast(b.shuffle_vector(low, high, upper), I32V)
 
 
-@intrinsic
-def spread_key(ty, floats, at, words, to, apart):
+@intrinsic(NOTHING, ANY, INT, ANY, INT, INT)
+def spread_key(b, floats, at, words, to, apart):
     """words[to + i * apart] = pair i < 16 of the floats from `at` on."""
-
-    def code(ctx, b, sig, a):
-        floats, at, words, to, apart = a
-        pairs = _rounded_pairs(b, floats, at)
-        for i in range(LANES):
-            place = b.gep(words, [b.add(to, b.mul(apart, at.type(i)))])
-            b.store(b.extract_element(pairs, I32(i)), place)
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(floats, n, words, n, n), code
+    pairs = _rounded_pairs(b, floats, at)
+    for i in range(LANES):
+        place = b.gep(words, [b.add(to, b.mul(apart, at.type(i)))])
+        b.store(b.extract_element(pairs, I32(i)), place)
 
 
-@intrinsic
-def zip_values(ty, floats, first, second, words, to):
+@intrinsic(NOTHING, ANY, INT, INT, ANY, INT)
+def zip_values(b, floats, first, second, words, to):
     """words[to + i] = the pair of floats[first + i] and floats[second + i], i < 16."""
-
-    def code(ctx, b, sig, a):
-        low, high = (_rounded(b, a[0], at) for at in a[1:3])
-        pairs = b.or_(b.lshr(low, _integers(16)), b.and_(high, _integers(0xFFFF0000)))
-        b.store(pairs, b.bitcast(b.gep(a[3], [a[4]]), I32V.as_pointer())).align = 4
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(floats, n, n, words, n), code
+    low, high = (_rounded(b, floats, at) for at in (first, second))
+    pairs = b.or_(b.lshr(low, _integers(16)), b.and_(high, _integers(0xFFFF0000)))
+    b.store(pairs, b.bitcast(b.gep(words, [to]), I32V.as_pointer())).align = 4
 
 
-@intrinsic
-def put_halves(ty, floats, at, words, to, half):
+@intrinsic(NOTHING, ANY, INT, ANY, INT, INT)
+def put_halves(b, floats, at, words, to, half):
     """Set half 0 or 1 of words[to : to + 16] to floats[at : at + 16]; the other halves are not touched."""
-
-    def code(ctx, b, sig, a):
-        floats, at, words, to, half = a
-        bits = _rounded(b, floats, at)
-        both = b.or_(b.lshr(bits, _integers(16)), b.and_(bits, _integers(0xFFFF0000)))
-        upper, lower = (ir.Constant(MASK, [i % 2 == h for i in range(2 * LANES)]) for h in (1, 0))
-        mask = b.select(b.icmp_signed("!=", half, half.type(0)), upper, lower)
-        place = b.bitcast(b.gep(words, [to]), I16_PAIRS.as_pointer())
-        store = "llvm.masked.store.v32i16.p0v32i16"
-        _call(b, store, ir.VoidType(), [b.bitcast(both, I16_PAIRS), place, I32(2), mask])
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(floats, n, words, n, n), code
+    bits = _rounded(b, floats, at)
+    both = b.or_(b.lshr(bits, _integers(16)), b.and_(bits, _integers(0xFFFF0000)))
+    upper, lower = (ir.Constant(MASK, [i % 2 == h for i in range(2 * LANES)]) for h in (1, 0))
+    mask = b.select(b.icmp_signed("!=", half, half.type(0)), upper, lower)
+    place = b.bitcast(b.gep(words, [to]), I16_PAIRS.as_pointer())
+    store = "llvm.masked.store.v32i16.p0v32i16"
+    _call(b, store, ir.VoidType(), [b.bitcast(both, I16_PAIRS), place, I32(2), mask])
 
 
 @jit
@@ -266,13 +241,13 @@ def write_vectors(elements, args, first, last, scratch):
 WRITE_LATENT = ops_by_dtype("write_latent", write_vectors)
 
 
-def write_latent(launcher: Launcher, x: np.ndarray, cache: CPULatentCache, slot_mapping: np.ndarray) -> None:
+def write_latent(launcher: Launcher, x: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
     """Emit the storing of x [T, D] at slots int64 [T], see `Backend.write_latent`; negative slots are left out."""
-    assert slot_mapping.dtype == np.int64 and slot_mapping.flags.c_contiguous
-    assert x.shape[1] == cache.latents.shape[2]
+    slots = as_ids(launcher, slot_mapping)
+    assert x.shape[1] == cache.keys.shape[2]
     x, stride = as_rows(x)
-    args = x, stride, cache.flat_keys, slot_mapping, x.shape[1]
-    launcher.emit(WRITE_LATENT[cache.flat_keys.dtype], *args, items=x.shape[0], work=8 * x.size)
+    args = x, stride, cache.keys, slots, x.shape[1]
+    launcher.emit(WRITE_LATENT[cache.keys.dtype], *args, items=x.shape[0], work=8 * x.size)
 
 
 WRITE = {
@@ -284,13 +259,14 @@ WRITE = {
 
 def write_kv(launcher: Launcher, k: np.ndarray, v: np.ndarray, cache: CPUKVCache, slot_mapping: np.ndarray) -> None:
     """Emit the storing of k, v [T, Hkv*D] at slots int64 [T], see `Backend.write_kv`; negative slots are left out."""
-    assert slot_mapping.dtype == np.int64 and slot_mapping.flags.c_contiguous
+    slots = as_ids(launcher, slot_mapping)
     k, k_stride = as_rows(k)
     v, v_stride = as_rows(v)
-    count, storage = k.shape[0], cache.flat_keys.dtype
-    sizes = (cache.heads, cache.head_size, cache.block_size, int(cache.paired), count)
-    items = (-(-count // TOKENS) if storage == np.uint16 else count) * cache.heads
+    count, storage = k.shape[0], cache.keys.dtype
+    heads = cache.keys.shape[1]
+    sizes = (heads, k.shape[1] // heads, cache.block_size, int(cache.paired), count)
+    items = (-(-count // TOKENS) if storage == np.uint16 else count) * heads
     work = (4 if storage == np.uint16 and cache.paired else 24) * k.size
-    target = cache.flat_keys, cache.flat_values, cache.key_scales, cache.value_scales
-    args = k, k_stride, v, v_stride, *target, slot_mapping, *sizes
+    target = cache.keys, cache.values, cache.key_scales, cache.value_scales
+    args = k, k_stride, v, v_stride, *target, slots, *sizes
     launcher.emit(WRITE[storage], *args, items=items, work=work)

@@ -1,4 +1,4 @@
-"""Matrix products with packed float weights: out = x @ weight.T (+ bias), one op per storage format.
+"""Ops that multiply with packed float weights: out = x @ weight.T (+ bias), one per storage format.
 
 A weight [N, K] is packed as [N/16][K][16]: sixteen output features lie side by side and go into the lanes of one
 vector, so that an output is a plain sum over k, in order, whatever the number of rows. The blocking follows Goto and
@@ -8,20 +8,17 @@ van de Geijn (2008). N is padded to a multiple of 32 with zeros.
 padded to an even number with a zero, and the rows of x are rounded to bfloat16 as well.
 
 In a gated weight the vectors of sixteen features alternate between gate and up, and what comes out is
-activation(gate) * up. Products of integers are in linear_int.py.
+activation(gate) * up. products.py emits these ops; those of integers are in linear_int.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from quire.kernels.cpu.activations import gated
-from quire.kernels.cpu.arrays import as_rows
-from quire.kernels.cpu.formats import CPULinear
-from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, pack_bf16_rows, pack_f32_rows, padded_rows, tile_height
-from quire.kernels.cpu.jit import Op, jit, op, ops_by_dtype
+from quire.kernels.cpu.formats import COLUMNS
+from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, tile_height
+from quire.kernels.cpu.jit import jit, op, ops_by_dtype
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
@@ -34,9 +31,7 @@ from quire.kernels.cpu.simd import (
     tile_many,
     tile_one,
 )
-from quire.kernels.cpu.threads import Launcher
 
-COLUMNS = 32  # columns of a tile: two vectors
 NO_GATE = -1
 
 
@@ -131,37 +126,3 @@ def linear_pairs(args, first, last, scratch):
 
 
 FLOAT_OPS = ops_by_dtype("linear", linear_floats)
-
-
-def linear(launcher: Launcher, x: np.ndarray, weight: CPULinear, gate: int | None = None) -> np.ndarray:
-    """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
-    product = linear_pairs if weight.paired else FLOAT_OPS[weight.data.dtype]
-    return emit_product(launcher, product, x, weight, gate, weight.depth * weight.data.itemsize)
-
-
-def emit_product(
-    launcher: Launcher, product: Op, x: np.ndarray, weight: Any, gate: int | None, row_bytes: int, *coding: Any
-) -> np.ndarray:
-    """Emit `linear` with an op of this module or linear_coded.py: pack the rows of x, multiply.
-
-    row_bytes: of one row of the weight as stored. coding: further arguments of the op.
-    """
-    assert (gate is not None) == weight.gated
-    kind = NO_GATE if gate is None else gate
-    rows, halves = x.shape[0], 2 if weight.gated else 1
-    outputs, stride = weight.outputs // halves, weight.padded // halves
-    if rows == 0:
-        return launcher.empty((0, outputs))
-    groups = -(-rows // ROW_GROUP)
-    sharing = {"items": weight.padded // COLUMNS * groups, "work": rows * weight.padded * weight.depth}
-    if groups == 1:
-        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * row_bytes}
-    if weight.paired:
-        source: tuple[Any, ...] = (pack_bf16_rows(launcher, x),)
-        out, depth = launcher.empty((padded_rows(rows), stride)), (weight.inputs + 1) // 2
-    else:
-        x, step = as_rows(x)
-        source = x, step, pack_f32_rows(launcher, x)
-        out, depth = launcher.empty((rows, stride)), weight.inputs
-    launcher.emit(product, weight.data, weight.bias, *source, out, stride, rows, depth, kind, *coding, **sharing)
-    return out[:rows, :outputs]

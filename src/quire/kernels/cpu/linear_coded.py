@@ -1,4 +1,4 @@
-"""Matrix products with weights held as codes of small floats, with scales: 4 bits that look up a table, or FP8.
+"""Matrix products with weights stored as codes of small floats, with scales: 4 bits that look up a table, or FP8.
 
 A weight [N, K] is stored as uint32 of eight nibbles or four bytes, [N/16][K/8 or K/4][16]: even k in the lower half of
 a word, odd ones in the upper half. An item, 32 columns, turns some depth of its codes into numbers in scratch
@@ -20,38 +20,32 @@ import numpy as np
 
 from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
-from quire.kernels.cpu.formats import COLUMNS, _stack_biases, to_storage
-from quire.kernels.cpu.interleave import (
-    ROW_GROUP,
-    gated_columns,
-    tile_height,
-)
+from quire.kernels.cpu.formats import COLUMNS, stack_biases, to_storage
+from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, tile_height
 from quire.kernels.cpu.jit import Op, jit, op
-from quire.kernels.cpu.linear import emit_product, fill_bias, finish_gated, item_range
+from quire.kernels.cpu.linear import fill_bias, finish_gated, item_range
 from quire.kernels.cpu.linear_int import fill_by_rows, put_packed
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i32_ptr, u8_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
+    coded_four,
+    coded_many,
+    coded_one,
+    decode_fp8,
     load,
+    load_codes,
+    look_up,
     mul,
     splat,
     store,
     tile_four,
     tile_many,
     tile_one,
-)
-from quire.kernels.cpu.simd_codes import (
-    coded_four,
-    coded_many,
-    coded_one,
-    decode_fp8,
-    load_codes,
-    look_up,
     unpack_word,
 )
+from quire.kernels.cpu.sizes import DEPTH_UNIT
 from quire.kernels.cpu.threads import Launcher
 
-DEPTH_UNIT = 16  # K as stored is a multiple of it
 PANEL = 1024  # k that are unpacked at a time: they fit the second-level cache with the rows of an item
 SUMS_AT = 4 * ROW_GROUP * COLUMNS  # in scratch, behind the rows of a gated item
 PANEL_AT = 2 * SUMS_AT
@@ -186,12 +180,8 @@ def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at,
 def pair_items(w, args, first, last, scratch):
     """Items of a product of pairs; the type of w says what its codes are."""
     out, stride, rows, pairs, gate = f32_ptr(args[3]), args[4], args[5], args[6], args[7]
-    blocks, tile, sums, panel = (
-        (rows + ROW_GROUP - 1) // ROW_GROUP,
-        f32_ptr(scratch),
-        f32_ptr(scratch + SUMS_AT),
-        bf16_ptr(scratch + PANEL_AT),
-    )
+    blocks, tile = (rows + ROW_GROUP - 1) // ROW_GROUP, f32_ptr(scratch)
+    sums, panel = f32_ptr(scratch + SUMS_AT), bf16_ptr(scratch + PANEL_AT)
     for item in range(first, last):
         column, start, stop = item_range(item, blocks, rows)
         target, to, step = out, start * stride + column, stride
@@ -225,7 +215,7 @@ def coded_tables(args, first, last, scratch):
 
 @op
 def coded_powers(args, first, last, scratch):
-    """Like `coded_tables` with scales that are powers of two, held as what they add to the bits of bfloat16."""
+    """Like `coded_tables` with scales that are powers of two, stored as what they add to the bits of bfloat16."""
     pair_items(i32_ptr(args[0]), args, first, last, scratch)
 
 
@@ -313,30 +303,9 @@ class CodedLinear:
         """N as stored, a multiple of 32."""
         return self.data.size * 32 // self.bits // self.depth
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        arrays = (self.data, self.scales, self.table, self.bias)
-        return sum(array.nbytes for array in arrays if array is not None)
-
     def columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
         return gated_columns(ids, self.outputs) if self.gated else ids
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows `ids` of the weight as float32 [len(ids), K]."""
-        columns = self.columns(np.asarray(ids))
-        block, lane = columns // 16, columns % 16
-        stored = self.data.reshape(-1, self.depth * self.bits // 32, 16)[block, :, lane]
-        shifts = np.array([shift_of.py_func(k, self.bits) for k in range(32 // self.bits)], np.uint32)
-        codes = (stored[:, :, None] >> shifts).astype(np.uint8).reshape(len(columns), -1) & ((1 << self.bits) - 1)
-        table = (self.table[:16].astype(np.uint32) << 16).view(np.float32) if self.paired else self.table
-        worth = table if self.kind == "table" else E4M3 if self.kind == "e4m3" else E5M2
-        scales = self.scales.reshape(-1, -(-self.depth // self.group), 16)[block, :, lane]
-        if scales.dtype == np.uint16:
-            scales = scales + np.uint16(ONE_BITS if self.powers else 0)
-            scales = (scales.astype(np.uint32) << 16).view(np.float32)
-        return (worth[codes] * np.repeat(scales, self.group, axis=1)[:, : self.depth])[:, : self.inputs]
 
 
 def pack_codes(
@@ -360,14 +329,14 @@ def pack_codes(
     data = launcher.weights.empty(padded * depth * layout.bits // 32, np.uint32)
     data[:] = 0
     scales = np.zeros(padded * -(-depth // group), np.uint16 if layout.scale_bytes == 2 else np.float32)
-    bias = _stack_biases(biases, padded, gated)
+    bias = stack_biases(biases, outputs, padded, gated)
     weight = CodedLinear(data, scales, table, bias, outputs, inputs, depth, layout.kind, group, paired, gated)
     fill_by_rows(parts, depth, launcher.num_threads, lambda first, some: _fill(weight, first, _codes(some)))
     return with_powers(weight) if paired else weight
 
 
 def with_powers(weight: CodedLinear) -> CodedLinear:
-    """Return the weight with its scales as what is added to exponents, if they can be held like that."""
+    """Return the weight with its scales as what is added to exponents, if that is possible."""
     group, sizes = weight.group, weight.table[:16] & 0x7FFF
     can_add = PANEL % group == 0 and group & (group - 1) == 0
     if weight.kind != "table" or weight.scales.dtype != np.uint16 or not can_add or sizes[0] != 0:
@@ -437,22 +406,11 @@ def put_codes(blocks: np.ndarray, columns: np.ndarray, codes: np.ndarray, bits: 
     put_packed(blocks, columns, np.ascontiguousarray(codes).view(np.uint32))
 
 
-# What a backend calls
-
-
-def linear(launcher: Launcher, x: np.ndarray, weight: CodedLinear, gate: int | None = None) -> np.ndarray:
-    """Return x [T, K] times the weight, [T, N]; of a gated weight, with its activation's kind, [T, N/2]."""
-    product = pair_op(weight) if weight.paired else coded_floats
-    return emit_product(launcher, product, x, weight, gate, weight.depth * weight.bits // 8, *code_args(weight))
-
-
-def code_args(weight: CodedLinear) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
-    """Return the arguments of the ops that say what codes are."""
-    short = int(weight.scales.dtype == np.uint16)
-    kind = POWERS if weight.powers else KINDS[weight.kind]
-    return weight.depth, weight.group, weight.scales, short, weight.table, kind
+def kind_of(weight: CodedLinear) -> int:
+    """Return the kind of its codes and scales, as the ops number them."""
+    return POWERS if weight.powers else KINDS[weight.kind]
 
 
 def pair_op(weight: CodedLinear) -> Op:
     """Return the op of products with a paired weight."""
-    return PAIR_OPS[POWERS if weight.powers else KINDS[weight.kind]]
+    return PAIR_OPS[kind_of(weight)]

@@ -4,6 +4,7 @@
 
 F sums products of integers: exactly in int32 within a group of k, in float32 over groups. Floats are quantized as
 quantize.py says; quantized checkpoints keep their integers. `FLOAT_OP` is weight-only: it leaves x in float32.
+products.py emits these ops.
 """
 
 from __future__ import annotations
@@ -11,38 +12,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Integers, QuantizedTensor, Tensor
 from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
-from quire.kernels.cpu.activations import activate, gated
-from quire.kernels.cpu.arrays import Slabs, as_rows
-from quire.kernels.cpu.formats import STORAGE
-from quire.kernels.cpu.interleave import DOT_ROWS, ROW_GROUP, gated_columns, next_panel, padded_rows, tile_height
+from quire.kernels.cpu.activations import gated
+from quire.kernels.cpu.arrays import Slabs
+from quire.kernels.cpu.formats import DIRECT_BYTES, STAGED_ELEMENTS, STORAGE, stack_biases
+from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, next_panel, tile_height
 from quire.kernels.cpu.jit import Op, jit, op, op_of
 from quire.kernels.cpu.pointers import f16_ptr, f32_ptr, i32_ptr, i64_ptr, u8_ptr, u32_ptr
-from quire.kernels.cpu.simd import add, get, load, mul, splat, store
-from quire.kernels.cpu.simd_int import (
+from quire.kernels.cpu.simd import (
     FLOAT_ROWS,
     HAS_VNNI,
-    float_four,
-    float_many,
-    float_one,
+    add,
+    float_tiles,
+    get,
     int4_tiles,
     int8_tiles,
+    load,
+    mul,
+    splat,
+    store,
 )
+from quire.kernels.cpu.sizes import COLUMNS, DEPTH_UNIT, LANES, SCRATCH_BYTES
 from quire.kernels.cpu.threads import Launcher, address_of
 from quire.kernels.weight_storage import stored_group
 
-COLUMNS = 32  # of an item: two vectors
-DEPTH_UNIT = 16  # K of weights without groups is padded to a multiple of it
 GROUPS = (32, 64, 128)
-STAGED_ELEMENTS = 1 << 20  # of a weight that are copied at a time, where it cannot be read in place
-DIRECT_BYTES = 1 << 25  # of a weight that are packed at a time, where it can
-NO_ACTIVATION = -1
 LEVELS = ("avx512_vnni", "generic")
 EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know those of 4 bits
 
@@ -51,7 +50,7 @@ EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know
 
 
 @jit
-def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind, halves):
+def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, kind):
     """Scale `count` rows of 32 sums, in place, and write them; `x_scales` and `bias` are addresses, 0 for none."""
     for r in range(count):
         factor = get(f32_ptr(x_scales), row + r) if x_scales != 0 else np.float32(1)
@@ -60,12 +59,9 @@ def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, ki
             if bias != 0:
                 value = add(value, load(f32_ptr(bias), column + half))
             store(sums, r * COLUMNS + half, value)
-    if kind >= 0 and not halves:
-        for place in range(0, count * COLUMNS, 16):
-            store(sums, place, activate(load(sums, place), kind))
     for r in range(count):
         left, right = load(sums, r * COLUMNS), load(sums, r * COLUMNS + 16)
-        if halves:
+        if kind >= 0:
             store(out, (row + r) * stride + column // 2, gated(left, right, kind))
         else:
             store(out, (row + r) * stride + column, left)
@@ -80,20 +76,21 @@ def item_range(item, rows):
     return item // blocks * COLUMNS, row, min(row + ROW_GROUP, rows)
 
 
-def _items(bits, vnni):
-    many, four, one = (int8_tiles if bits == 8 else int4_tiles)[vnni]
-    many_rows, few_rows, in_word = 8 if vnni else 2, 4 if vnni else 2, 32 // bits
+def _items(tiles, many_rows, few_rows, weights_in_word, input_ptr, inputs_in_word):
+    many, few, one = tiles
 
     @jit
     def items(args, first, last, scratch):
         """One item is 32 columns of up to ROW_GROUP rows.
 
         Weight, depth, group, column scales, group scales or 0, zeros or 0, bias or 0, packed x, starts, x scales, out,
-        its row stride, rows, activation, gated. Layouts: `IntLinear` and `quantize_tiles`.
+        its row stride, rows, gate's kind or -1. Layouts: `IntLinear` and `quantize_tiles`; or `interleave_tiles` for x
+        in float32, where starts and x scales are 0 and there are no groups.
         """
-        w, depth, group, packed, starts = u32_ptr(args[0]), args[1], args[2], u32_ptr(args[7]), i32_ptr(args[8])
-        scales, zeros, rows, sums = f16_ptr(args[4]), f16_ptr(args[5]), args[12], f32_ptr(scratch)
-        groups, steps, w_next = depth // group, group // in_word, depth // in_word * 16
+        w, depth, group, starts = u32_ptr(args[0]), args[1], args[2], i32_ptr(args[8])
+        packed, scales, zeros, rows = input_ptr(args[7]), f16_ptr(args[4]), f16_ptr(args[5]), args[12]
+        sums = f32_ptr(scratch)
+        groups, steps, w_next = depth // group, group // weights_in_word, depth // weights_in_word * 16
         for item in range(first, last):
             column, begin, end = item_range(item, rows)
             w_at, s_at, s_next = column // 16 * w_next, column * groups, 16 * groups
@@ -101,7 +98,7 @@ def _items(bits, vnni):
             while row < end:
                 height = tile_height(end - row)
                 ahead, ahead_too = next_panel(w_at, w_next, row, rows)
-                x_at, start, to, r = row * depth // 4, row * groups, (row - begin) * COLUMNS, 0
+                x_at, start, to, r = row * depth // inputs_in_word, row * groups, (row - begin) * COLUMNS, 0
                 weights, groupings = (w, w_at, w_next, packed), (groups, steps, scales, zeros, s_at, s_next, sums)
                 while r + many_rows <= height:
                     places = x_at + r, height, starts, start + r
@@ -109,7 +106,7 @@ def _items(bits, vnni):
                     r += many_rows
                 while r + few_rows <= height:
                     places = x_at + r, height, starts, start + r
-                    four(*weights, *places, *groupings, to + r * COLUMNS, ahead, ahead_too)
+                    few(*weights, *places, *groupings, to + r * COLUMNS, ahead, ahead_too)
                     r += few_rows
                 while r < height:
                     places = x_at + r, height, starts, start + r
@@ -118,44 +115,22 @@ def _items(bits, vnni):
                 row += height
             out, stride = f32_ptr(args[10]), args[11]
             scales_at, count, kind = f32_ptr(args[3]), end - begin, args[13]
-            write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind, args[14])
+            write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind)
 
     return items
 
 
+def _integer_items(bits, vnni):
+    tiles = (int8_tiles if bits == 8 else int4_tiles)[vnni]
+    return _items(tiles, 8 if vnni else 2, 4 if vnni else 2, 32 // bits, u32_ptr, 4)
+
+
 OPS: dict[tuple[int, str], Op] = {
-    (bits, level): op_of(f"linear_int{bits}_{level}", _items(bits, level != "generic"))
+    (bits, level): op_of(f"linear_int{bits}_{level}", _integer_items(bits, level != "generic"))
     for bits in (8, 4)
     for level in LEVELS
 }
-
-
-@op
-def linear_int8_float(args, first, last, scratch):
-    """Like `_items` without groups and with x in float32 by `interleave_tiles`; starts and x scales are 0."""
-    w, depth, packed, rows, sums = u32_ptr(args[0]), args[1], f32_ptr(args[7]), args[12], f32_ptr(scratch)
-    for item in range(first, last):
-        column, begin, end = item_range(item, rows)
-        w_at, w_next, steps, row = column * depth // 4, depth * 4, depth // 4, begin
-        while row < end:
-            height = tile_height(end - row)
-            x_at, to, r = row * depth, (row - begin) * COLUMNS, 0
-            while r + FLOAT_ROWS <= height:
-                float_many(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
-                r += FLOAT_ROWS
-            while r + 4 <= height:
-                float_four(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
-                r += 4
-            while r < height:
-                float_one(w, w_at, w_next, packed, x_at + r, height, steps, sums, to + r * COLUMNS)
-                r += 1
-            row += height
-        out, stride = f32_ptr(args[10]), args[11]
-        scales_at, count, kind = f32_ptr(args[3]), end - begin, args[13]
-        write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, kind, args[14])
-
-
-FLOAT_OP = linear_int8_float
+FLOAT_OP = op_of("linear_int8_float", _items(float_tiles, FLOAT_ROWS, min(4, FLOAT_ROWS), 4, f32_ptr, 1))
 
 
 @op
@@ -220,37 +195,9 @@ class IntLinear:
         """Columns as stored, a multiple of 32."""
         return self.scales.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        arrays = (self.data, self.scales, self.group_scales, self.zeros, self.bias, self.order)
-        return sum(array.nbytes for array in arrays if array is not None)
-
     def columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
         return gated_columns(ids, self.outputs) if self.gated else ids
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return rows `ids` of the weight as float32 [len(ids), K]."""
-        columns = self.columns(np.asarray(ids))
-        block, lane = columns // 16, columns % 16
-        words = self.data.reshape(-1, self.depth * self.bits // 32, 16)[block, :, lane]
-        stored = np.ascontiguousarray(words).view(np.uint8)
-        if self.bits == 4:
-            quads = stored.reshape(len(columns), -1, 1, 4)
-            stored = np.concatenate([quads & 15, quads >> 4], axis=2).reshape(len(columns), -1)
-        values = stored.astype(np.float32) - np.float32(1 << (self.bits - 1))
-        scale = self.scales[columns, None]
-        if self.group_scales is not None:
-            if self.zeros is not None:
-                values -= self._by_k(self.zeros, block, lane) * np.float32(1 if self.bits == 4 else EIGHT_BIT_ZEROS)
-            scale = self._by_k(self.group_scales, block, lane) * scale
-        found = (values * scale)[:, : self.inputs]
-        return found if self.order is None else found[:, np.argsort(self.order)]
-
-    def _by_k(self, stored: np.ndarray, block: np.ndarray, lane: np.ndarray) -> np.ndarray:
-        groups = stored.view(np.float16).reshape(-1, self.depth // self.group, 16)[block, :, lane]
-        return np.repeat(groups.astype(np.float32), self.group, axis=1)
 
 
 def _blank(
@@ -279,15 +226,6 @@ def _blank(
     return weight
 
 
-def _with_bias(weight: IntLinear, biases: Sequence[Tensor] | None) -> IntLinear:
-    """Return the weight with the stacked biases in the order of its columns."""
-    if biases is None:
-        return weight
-    bias = np.zeros(weight.padded, np.float32)
-    bias[weight.columns(np.arange(weight.outputs))] = np.concatenate([b.to_float32().reshape(-1) for b in biases])
-    return replace(weight, bias=bias)
-
-
 def _readable(tensor: Tensor) -> bool:
     """Say whether an op can read the tensor's rows where they lie."""
     if not isinstance(tensor, HostTensor):
@@ -314,135 +252,48 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, HostTensor(np.require(values, np.float32, ["C", "A"]), "float32")
 
 
-def _pack(parts: Sequence[Tensor], weight: IntLinear, launcher: Launcher) -> None:
-    """Quantize all parts into `weight`."""
-    base, inputs = 0, weight.inputs
+def pack_floats(
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    launcher: Launcher,
+    bits: int,
+    group: int | None = None,
+    gated: bool = False,
+) -> IntLinear:
+    """Stack matrices [N_i, K] along N and quantize every row to 8 bits, or every `group` neighbours of a row to 4.
+
+    Reads a part only when its turn comes. `gated` takes two parts of the same size, gate and up. Raises ConfigError for
+    other groups than GROUPS.
+    """
+    if bits == 4 and group not in GROUPS:
+        raise ConfigError(f"group is {group}; allowed: {', '.join(map(str, GROUPS))}", param="group")
+    assert not gated or len(parts) == 2
+    outputs, inputs = sum(tensor.shape[0] for tensor in parts), parts[0].shape[1]
+    weight = _blank(outputs, inputs, bits, group, gated, memory=launcher.weights)
+    assert weight.depth // weight.group * 4 <= SCRATCH_BYTES, "group scales of a row fit an op's scratch"
+    base = 0
     for number, tensor in enumerate(parts):
         assert tensor.shape[1] == inputs
         for start, piece in _pieces(tensor):
             count = piece.shape[0]
-            pack_op = quantize.PACK[weight.bits][STORAGE[piece.dtype]]
+            pack_op = quantize.PACK[bits][STORAGE[piece.dtype]]
             extra = () if weight.group_scales is None else (weight.group, weight.group_scales)
             source = piece.array, piece.array.strides[0] // piece.array.itemsize, inputs, weight.depth
-            target = weight.data, weight.scales, base + start, number if weight.gated else -1
+            target = weight.data, weight.scales, base + start, number if gated else -1
             launcher.emit(pack_op, *source, *target, *extra, items=count, work=count * inputs, grain=64)
-        base += 0 if weight.gated else tensor.shape[0]
-
-
-def pack_int8(
-    parts: Sequence[Tensor], biases: Sequence[Tensor] | None, launcher: Launcher, gated: bool = False
-) -> IntLinear:
-    """Stack matrices [N_i, K] along N and quantize every row to 8 bits; reads a part only when its turn comes.
-
-    `gated` takes two parts of the same size, gate and up.
-    """
-    assert not gated or len(parts) == 2
-    weight = _blank(
-        sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 8, None, gated, memory=launcher.weights
-    )
-    _pack(parts, weight, launcher)
-    return _with_bias(weight, biases)
-
-
-def pack_int4(
-    parts: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    launcher: Launcher,
-    group: int = 64,
-    gated: bool = False,
-) -> IntLinear:
-    """Like `pack_int8` to 4 bits with a scale for every `group` neighbours of a row. Raises ConfigError for others."""
-    if group not in GROUPS:
-        raise ConfigError(f"group is {group}; allowed: {', '.join(map(str, GROUPS))}", param="group")
-    assert not gated or len(parts) == 2
-    weight = _blank(
-        sum(tensor.shape[0] for tensor in parts), parts[0].shape[1], 4, group, gated, memory=launcher.weights
-    )
-    assert weight.depth // group * 4 <= 1 << 20, "group scales of a row fit an op's scratch"
-    _pack(parts, weight, launcher)
-    return _with_bias(weight, biases)
+        base += 0 if gated else tensor.shape[0]
+    return replace(weight, bias=stack_biases(biases, outputs, weight.padded, gated))
 
 
 # What a backend calls
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedRows:
-    """x [M, K] as `quantize_tiles` leaves it; fits weights of the same bits, depth and group."""
-
-    packed: np.ndarray
-    starts: np.ndarray
-    scales: np.ndarray
-    rows: int
-
-
 def resolve_level(level: str | None) -> str:
-    """Return the level asked for, or the best of this CPU for None. Raises ConfigError for one that it lacks."""
+    """Return the requested level, or the best of this CPU for None. Raises ConfigError for one that it lacks."""
     allowed = LEVELS if HAS_VNNI else LEVELS[1:]
     if level is not None and level not in allowed:
         raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
     return level or allowed[0]
-
-
-def quantize_rows(launcher: Launcher, x: np.ndarray, weight: IntLinear) -> QuantizedRows:
-    """Quantize x float32 [M, K] for products with `weight` or others like it."""
-    x, stride = as_rows(x)
-    rows, padded = x.shape[0], padded_rows(x.shape[0])
-    packed = launcher.empty((padded * weight.depth // 4,), np.uint32)
-    starts = launcher.empty((padded * (weight.depth // weight.group),), np.int32)
-    scales = launcher.empty((padded,), np.float32)
-    source = x, stride, rows, weight.inputs, weight.depth, weight.group, 1 << (weight.bits - 1)
-    sharing = {"items": -(-rows // DOT_ROWS), "work": rows * weight.depth}
-    launcher.emit(quantize.quantize_tiles, *source, packed, starts, scales, weight.order, **sharing)
-    return QuantizedRows(packed, starts, scales, rows)
-
-
-def linear(
-    launcher: Launcher,
-    x: np.ndarray | QuantizedRows,
-    weight: IntLinear,
-    activation: int | None = None,
-    level: str | None = None,
-    round_inputs: bool = True,
-) -> np.ndarray:
-    """Return x @ weight.T (+ bias) as float32 [M, N], a view with padded rows.
-
-    `activation` is one of activations.py's or None. A gated weight gives activation(gate) * up, [M, N/2]. Without
-    `round_inputs` x stays float32, for 8-bit weights without groups (ValueError for others).
-    """
-    rows = x.rows if isinstance(x, QuantizedRows) else x.shape[0]
-    assert activation is not None or not weight.gated
-    width, outputs = (size // 2 if weight.gated else size for size in (weight.padded, weight.outputs))
-    out = launcher.empty((rows, width), np.float32)
-    if rows == 0:
-        return out[:, :outputs]
-    if round_inputs:
-        product = OPS[weight.bits, resolve_level(level)]
-        made = x if isinstance(x, QuantizedRows) else quantize_rows(launcher, x, weight)
-        packed, starts, scales = made.packed, made.starts, made.scales
-    else:
-        product, starts, scales = FLOAT_OP, None, None
-        packed = _interleaved(launcher, x, weight)
-    blocks = -(-rows // ROW_GROUP)
-    arrays = weight.data, weight.depth, weight.group, weight.scales, weight.group_scales, weight.zeros, weight.bias
-    kind = NO_ACTIVATION if activation is None else activation
-    sharing: dict[str, Any] = {"items": weight.padded // COLUMNS * blocks, "work": rows * weight.padded * weight.depth}
-    if blocks == 1:
-        sharing |= {"fetch": weight.data, "fetch_bytes": COLUMNS * weight.depth * weight.bits // 8}
-    launcher.emit(product, *arrays, packed, starts, scales, out, width, rows, kind, int(weight.gated), **sharing)
-    return out[:, :outputs]
-
-
-def _interleaved(launcher: Launcher, x: np.ndarray | QuantizedRows, weight: IntLinear) -> np.ndarray:
-    """Return x by `interleave_tiles`."""
-    if weight.bits != 8 or weight.group_scales is not None or isinstance(x, QuantizedRows):
-        raise ValueError("inputs stay float32 for 8-bit weights without groups only")
-    x, stride = as_rows(x)
-    rows, padded = x.shape[0], padded_rows(x.shape[0])
-    packed = launcher.empty((padded * weight.depth,), np.float32)
-    args, items = (x, stride, rows, weight.inputs, weight.depth, packed), -(-rows // DOT_ROWS)
-    launcher.emit(quantize.interleave_tiles, *args, items=items, work=rows * weight.depth)
-    return packed
 
 
 def embed(launcher: Launcher, ids: np.ndarray, weight: IntLinear) -> np.ndarray:
@@ -454,9 +305,6 @@ def embed(launcher: Launcher, ids: np.ndarray, weight: IntLinear) -> np.ndarray:
     args = ids, weight.data, *sizes, *scales, weight.zeros, out, weight.order
     launcher.emit(embedding_rows, *args, items=ids.shape[0], work=8 * out.size)
     return out
-
-
-LANES = 16
 
 
 def pack_integers(
@@ -478,10 +326,10 @@ def pack_integers(
     group = stored_group(layout, inputs)
     weight = _blank(outputs, inputs, layout.bits, group or None, gated, layout.zeros, launcher.weights)
     if order is not None:
-        assert 4 * inputs <= 1 << 20, "a row fits an op's scratch"
+        assert 4 * inputs <= SCRATCH_BYTES, "a row fits an op's scratch"
         weight = replace(weight, order=np.array(order, np.int64))
     fill_by_rows(parts, weight.depth, launcher.num_threads, lambda first, some: _fill(weight, first, _integers(some)))
-    return _with_bias(weight, biases)
+    return replace(weight, bias=stack_biases(biases, outputs, weight.padded, gated))
 
 
 def fill_by_rows(

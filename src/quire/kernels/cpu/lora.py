@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kernels.cpu.arrays import as_rows
+from quire.kernels.cpu.arrays import as_rows, row_step
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i64_ptr
 from quire.kernels.cpu.rows import as_ids, copy_row
-from quire.kernels.cpu.simd import add, load, load_partial, multiply_add, splat, store, store_partial
+from quire.kernels.cpu.simd import add, load, load_lanes, multiply_add, splat, store_lanes
+from quire.kernels.cpu.sizes import LANES
 from quire.kernels.cpu.threads import Launcher, address_of
 from quire.kernels.lora import LoRAChange, LoRARows
 
-LANES = 16
 ROW_BLOCK = 64  # rows of an item
 VECTORS = 8  # of sixteen columns, of an item that writes to a layer's output
 # Of a table's entry: address of the matrix (0: none), its outputs and inputs, first column that is read and written.
@@ -60,7 +60,7 @@ class CPULoRASlots:
     shrink: np.ndarray
     expand: np.ndarray
     whole: np.ndarray
-    held: dict[tuple[int, int], PackedLoRA] = field(default_factory=dict)
+    packed_parts: dict[tuple[int, int], PackedLoRA] = field(default_factory=dict)
 
     @property
     def rank_step(self) -> int:
@@ -71,15 +71,9 @@ class CPULoRASlots:
 @jit
 def write(out, at, total, count, adding):
     """Put, or add, the first `count` lanes to out[at : at + count]."""
-    if count == 16:
-        if adding != 0:
-            store(out, at, add(load(out, at), total))
-        else:
-            store(out, at, total)
-    elif adding != 0:
-        store_partial(out, at, add(load_partial(out, at, count), total), count)
-    else:
-        store_partial(out, at, total, count)
+    if adding != 0:
+        total = add(load_lanes(out, at, count), total)
+    store_lanes(out, at, total, count)
 
 
 @jit
@@ -247,9 +241,9 @@ def set_slot(slots: CPULoRASlots, slot: int, parts: Sequence[PackedLoRA | None])
         inner = number * slots.rank_step
         for table in (slots.shrink, slots.expand, slots.whole):
             table[slot, number] = 0
-        slots.held.pop((slot, number), None)
+        slots.packed_parts.pop((slot, number), None)
         if packed is not None:
-            slots.held[slot, number] = packed
+            slots.packed_parts[slot, number] = packed
             _enter(slots.shrink[slot, number], packed.a, 0, inner)
             _enter(slots.expand[slot, number], packed.b, inner, column)
             _enter(slots.whole[slot, number], packed.whole, 0, column)
@@ -276,12 +270,10 @@ def _product(
 ) -> None:
     """Multiply rows of x with the matrices of a table, of at most so many columns, into columns of out."""
     source, x_step = as_rows(x)
-    target, step = as_rows(out)
-    assert target is out, "rows to be changed in place"
     slots, parts, _ = table.shape
     chunks = -(-columns // (LANES * vectors))
     items = slots * parts * chunks * -(-x.shape[0] // ROW_BLOCK)
-    args = (table, rows.order, rows.starts, source, x_step, target, step)
+    args = (table, rows.order, rows.starts, source, x_step, out, row_step(out))
     launcher.emit(
         lora_product, *args, slots, parts, chunks, vectors, int(adding), int(bfloat16), items=items, work=work
     )
@@ -308,10 +300,8 @@ def lora_embedding(launcher: Launcher, y: np.ndarray, ids: np.ndarray, slots: CP
         return
     inner = _inner(launcher, count, slots)
     for table, out in ((slots.whole, y), (slots.shrink, inner)):
-        target, step = as_rows(out)
-        assert target is out, "rows to be changed in place"
-        args = (table, rows.slots, numbers, target, step, int(slots.bfloat16))
-        launcher.emit(lora_rows, *args, items=count, work=count * step)
+        args = (table, rows.slots, numbers, out, row_step(out), int(slots.bfloat16))
+        launcher.emit(lora_rows, *args, items=count, work=count * out.shape[1])
     _expand(launcher, y, inner, slots, rows)
 
 
@@ -327,7 +317,5 @@ def _expand(launcher: Launcher, y: np.ndarray, inner: np.ndarray, slots: CPULoRA
 
 def limit_columns(launcher: Launcher, x: np.ndarray, limits: np.ndarray) -> None:
     """Set x[r, limits[r] :] to -inf, in place; see `Backend.limit_columns`."""
-    target, step = as_rows(x)
-    assert target is x, "rows to be changed in place"
     rows, width = x.shape
-    launcher.emit(limit_row, target, step, width, as_ids(launcher, limits), items=rows, work=rows)
+    launcher.emit(limit_row, x, row_step(x), width, as_ids(launcher, limits), items=rows, work=rows)

@@ -12,14 +12,14 @@ from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits
 from quire.kernels.cpu.simd import (
     add,
     load,
+    load_lanes,
     load_partial,
     mul,
     multiply_add,
     reduce_sum,
     select_lanes,
     splat,
-    store,
-    store_partial,
+    store_lanes,
     sub,
 )
 from quire.kernels.cpu.threads import Launcher
@@ -52,25 +52,19 @@ def sum_of_squares(x, at, width):
 @jit
 def add_row(x, x_at, residual, at, width):
     """residual[at : at + width] += x[x_at : x_at + width]."""
-    whole = width // 16 * 16
-    for i in range(0, whole, 16):
-        store(residual, at + i, add(load(residual, at + i), load(x, x_at + i)))
-    if whole < width:
-        rest = width - whole
-        v = add(load_partial(residual, at + whole, rest), load_partial(x, x_at + whole, rest))
-        store_partial(residual, at + whole, v, rest)
+    for i in range(0, width, 16):
+        count = min(16, width - i)
+        v = add(load_lanes(residual, at + i, count), load_lanes(x, x_at + i, count))
+        store_lanes(residual, at + i, v, count)
 
 
 @jit
 def scale_row(x, at, factor, weight, out, out_at, width):
     """Write x[at : at + width] * factor * weight to out."""
-    whole = width // 16 * 16
-    for i in range(0, whole, 16):
-        store(out, out_at + i, mul(mul(load(x, at + i), factor), load(weight, i)))
-    if whole < width:
-        rest = width - whole
-        v = mul(mul(load_partial(x, at + whole, rest), factor), load_partial(weight, whole, rest))
-        store_partial(out, out_at + whole, v, rest)
+    for i in range(0, width, 16):
+        count = min(16, width - i)
+        v = mul(mul(load_lanes(x, at + i, count), factor), load_lanes(weight, i, count))
+        store_lanes(out, out_at + i, v, count)
 
 
 @op
@@ -161,10 +155,8 @@ def shifted_squares(x, at, width, shift, rest_shift):
 @jit
 def affine(v, factor, weight, bias, i, count, biased):
     """Return v * factor * weight[i : i + count] (+ bias); count <= 16."""
-    v = mul(mul(v, factor), load(weight, i) if count == 16 else load_partial(weight, i, count))
-    if biased:
-        return add(v, load(bias, i) if count == 16 else load_partial(bias, i, count))
-    return v
+    v = mul(mul(v, factor), load_lanes(weight, i, count))
+    return add(v, load_lanes(bias, i, count)) if biased else v
 
 
 @op
@@ -176,20 +168,16 @@ def layer_norm_rows(args, first, last, scratch):
     """
     x, weight, bias, out = f32_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[2]), f32_ptr(args[3])
     stride, width, pieces, eps = args[4], args[5], args[6], np.float32(float64_from_bits(args[7]))
-    whole, biased = width // 16 * 16, args[2] != 0
-    count, none = np.float32(width), splat(np.float32(0))
+    biased, count, none = args[2] != 0, np.float32(width), splat(np.float32(0))
     for item in range(first * pieces, last * pieces):
         at, target = item // pieces * stride + item % pieces * width, item * width
         mean = splat(shifted_sum(x, at, width, none) / count)
         more = splat(shifted_sum(x, at, width, mean) / count)
         factor = inverse_root(shifted_squares(x, at, width, mean, more), width, eps)
-        for i in range(0, whole, 16):
-            v = sub(sub(load(x, at + i), mean), more)
-            store(out, target + i, affine(v, factor, weight, bias, i, 16, biased))
-        if whole < width:
-            rest = width - whole
-            v = sub(sub(load_partial(x, at + whole, rest), mean), more)
-            store_partial(out, target + whole, affine(v, factor, weight, bias, whole, rest, biased), rest)
+        for i in range(0, width, 16):
+            rest = min(16, width - i)
+            v = sub(sub(load_lanes(x, at + i, rest), mean), more)
+            store_lanes(out, target + i, affine(v, factor, weight, bias, i, rest, biased), rest)
 
 
 def layer_norm(

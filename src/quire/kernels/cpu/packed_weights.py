@@ -64,7 +64,7 @@ def replaying_weights(backend: Backend, records: Sequence[Record], where: str) -
     """Within, the backend answers from `records`, in order.
 
     Raises:
-        ModelError: starting with `where`, if the model asks for something else, or for less.
+        ModelError: starting with `where`, if the model requests something else, or less.
     """
     left = iter(records)
 

@@ -1,21 +1,76 @@
-"""Addresses as typed pointers, for ops: `f32_ptr(args[0])[i]` reads and writes like an array that knows no length.
+"""What kernels have beyond Numba: functions written as LLVM instructions, and addresses as typed pointers.
 
-The element type says what `simd.load` and `simd.get` make of it; see STORAGE in formats.py.
+`f32_ptr(args[0])[i]` reads and writes like an array that knows no length. The element type says what `simd.load` and
+`simd.get` make of it; see STORAGE in formats.py.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
+
+INT = types.int64
+NOTHING = types.void
+ANY, ARRAY = "any", "array"  # instead of types, see `intrinsic`
+
+
+class Elements(NamedTuple):
+    """What the emitting function is handed for an `ARRAY`: the storage format of its elements, and the pointer."""
+
+    storage: str
+    data: ir.Value
+
+
+def intrinsic(result: Any, *params: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function that emits LLVM: emit(builder, *values) -> value; none where `result` is NOTHING.
+
+    `result` and `params` are Numba types, which arguments are converted to. A parameter of ANY has the type that it is
+    called with, a result of ANY that of the first argument. An ARRAY is a pointer whose element type counts.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typed(context: Any, *given: Any) -> Any:
+            kinds = [kind if isinstance(kind, types.Type) else own for kind, own in zip(params, given, strict=True)]
+
+            def code(lowering: Any, b: Any, signature: Any, values: Any) -> Any:
+                found = [
+                    Elements(STORAGE_NAMES[own.dtype], value) if kind is ARRAY else value
+                    for kind, own, value in zip(params, signature.args, values, strict=True)
+                ]
+                value = emit(b, *found)
+                return lowering.get_dummy_value() if value is None else value
+
+            return (kinds[0] if result is ANY else result)(*kinds), code
+
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Numba looks at it, and knows no *values
+            [inspect.Parameter(f"value{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for i in range(1 + len(params))]
+        )
+        return extending.intrinsic(typed)
+
+    return decorate
+
+
+STORAGE_NAMES = {
+    types.float32: "f32",
+    types.uint16: "bf16",
+    types.int16: "f16",
+    types.int8: "i8",
+    types.uint8: "u8",
+    types.int32: "i32",
+    types.uint32: "u32",
+}
 
 
 def _pointer(numba_type, llvm_type):
-    @intrinsic
-    def pointer(ty, address):
-        result = types.CPointer(numba_type)
-        return result(types.int64), lambda ctx, b, sig, a: b.inttoptr(a[0], llvm_type.as_pointer())
+    @intrinsic(types.CPointer(numba_type), INT)
+    def pointer(b, address):
+        return b.inttoptr(address, llvm_type.as_pointer())
 
     return pointer
 
@@ -40,7 +95,7 @@ FORMATS = {
 FLOAT_FORMATS = ("float32", "bfloat16", "float16")
 
 
-@intrinsic
-def float64_from_bits(ty, bits):
+@intrinsic(types.float64, INT)
+def float64_from_bits(b, bits):
     """Return the float64 whose bits are this int64."""
-    return types.float64(types.int64), lambda ctx, b, sig, a: b.bitcast(a[0], ir.DoubleType())
+    return b.bitcast(bits, ir.DoubleType())

@@ -10,23 +10,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kernels.cpu.interleave import DOT_ROWS, tile_height
+from quire.kernels.cpu.interleave import tile_height
 from quire.kernels.cpu.jit import jit, op, ops_by_dtype
 from quire.kernels.cpu.pointers import f16_ptr, f32_ptr, i32_ptr, i64_ptr, u32_ptr
-from quire.kernels.cpu.simd import get, load, load_partial, maximum, put, reduce_max, splat, sub
-from quire.kernels.cpu.simd_int import (
+from quire.kernels.cpu.simd import (
     abs_bits,
     add_i32,
     clamp_i32,
     float_from_bits,
+    get,
+    load,
+    load_partial,
     max_i32,
+    maximum,
+    put,
     reduce_add_i32,
+    reduce_max,
     reduce_max_i32,
     scale_to_i32,
+    splat,
     splat_i32,
     store_u4x8,
     store_u8x4,
+    sub,
 )
+from quire.kernels.cpu.sizes import DOT_ROWS
 
 SMALLEST = np.float32(2.0**-120)  # the inverse of what is smaller might be infinite
 INFINITY_BITS = 0x7F800000

@@ -8,25 +8,19 @@ from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
 from quire.kernels.cpu.rows import as_ids
-from quire.kernels.cpu.simd import add, load, load_partial, mul, store, store_partial, sub
+from quire.kernels.cpu.simd import add, load_lanes, mul, store_lanes, sub
 from quire.kernels.cpu.threads import Launcher
 
 
 @jit
 def rotate_halves(x, at, angles, angles_at, half):
     """Rotate one head whose pairs are elements i and i + half; angles holds `half` cosines, then the sines."""
-    whole = half // 16 * 16
-    for i in range(0, whole, 16):
-        cos, sin = load(angles, angles_at + i), load(angles, angles_at + half + i)
-        a, b = load(x, at + i), load(x, at + half + i)
-        store(x, at + i, sub(mul(a, cos), mul(b, sin)))
-        store(x, at + half + i, add(mul(b, cos), mul(a, sin)))
-    if whole < half:
-        rest, i = half - whole, whole
-        cos, sin = load_partial(angles, angles_at + i, rest), load_partial(angles, angles_at + half + i, rest)
-        a, b = load_partial(x, at + i, rest), load_partial(x, at + half + i, rest)
-        store_partial(x, at + i, sub(mul(a, cos), mul(b, sin)), rest)
-        store_partial(x, at + half + i, add(mul(b, cos), mul(a, sin)), rest)
+    for i in range(0, half, 16):
+        count = min(16, half - i)
+        cos, sin = load_lanes(angles, angles_at + i, count), load_lanes(angles, angles_at + half + i, count)
+        a, b = load_lanes(x, at + i, count), load_lanes(x, at + half + i, count)
+        store_lanes(x, at + i, sub(mul(a, cos), mul(b, sin)), count)
+        store_lanes(x, at + half + i, add(mul(b, cos), mul(a, sin)), count)
 
 
 @jit
@@ -76,22 +70,10 @@ def rotary(
     (q_rows, q_step), (k_rows, k_step) = as_rows(q), as_rows(k)
     assert cos_sin.dtype == np.float32, "cos_sin is a float32 table"
     assert cos_sin.flags.c_contiguous, "cos_sin is a contiguous table"
-    launcher.emit(
-        rotate_rows,
-        as_ids(launcher, positions),
-        q_rows,
-        q_step,
-        q.shape[1] // head_size,
-        k_rows,
-        k_step,
-        k.shape[1] // head_size,
-        cos_sin,
-        head_size,
-        cos_sin.shape[1],
-        int(interleaved),
-        items=q.shape[0],
-        work=4 * (q.size + k.size),
-    )
+    heads = q_rows, q_step, q.shape[1] // head_size, k_rows, k_step, k.shape[1] // head_size
+    table = cos_sin, head_size, cos_sin.shape[1], int(interleaved)
+    args = as_ids(launcher, positions), *heads, *table
+    launcher.emit(rotate_rows, *args, items=q.shape[0], work=4 * (q.size + k.size))
     for given, rows in ((q, q_rows), (k, k_rows)):
         if rows is not given:
             given[...] = rows

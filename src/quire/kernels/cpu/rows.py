@@ -7,10 +7,9 @@ import numpy as np
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op, ops_by_dtype
 from quire.kernels.cpu.pointers import f32_ptr, i64_ptr
-from quire.kernels.cpu.simd import get, load, load_partial, store, store_partial
+from quire.kernels.cpu.simd import get, load_lanes, store_lanes
+from quire.kernels.cpu.sizes import LANES
 from quire.kernels.cpu.threads import Launcher
-
-LANES = 16
 
 
 def as_ids(launcher: Launcher, ids: np.ndarray) -> np.ndarray:
@@ -25,11 +24,9 @@ def as_ids(launcher: Launcher, ids: np.ndarray) -> np.ndarray:
 @jit
 def copy_row(x, at, out, to, width):
     """out[to : to + width] = x[at : at + width], widened to float32."""
-    whole = width // LANES * LANES
-    for i in range(0, whole, LANES):
-        store(out, to + i, load(x, at + i))
-    if whole < width:
-        store_partial(out, to + whole, load_partial(x, at + whole, width - whole), width - whole)
+    for i in range(0, width, LANES):
+        count = min(LANES, width - i)
+        store_lanes(out, to + i, load_lanes(x, at + i, count), count)
 
 
 @op
@@ -52,14 +49,8 @@ def take_rows(launcher: Launcher, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
 @jit
 def embed(elements, args, first, last, scratch):
     """Items are ids. table, ids, out, width of a row, its width as stored, neighbours of a row that lie together."""
-    table, ids, out, width, depth, together = (
-        elements(args[0]),
-        i64_ptr(args[1]),
-        f32_ptr(args[2]),
-        args[3],
-        args[4],
-        args[5],
-    )
+    table, ids, out = elements(args[0]), i64_ptr(args[1]), f32_ptr(args[2])
+    width, depth, together = args[3], args[4], args[5]
     step = LANES * together
     for item in range(first, last):
         row, target = ids[item], item * width

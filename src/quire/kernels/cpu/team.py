@@ -6,8 +6,8 @@ thread that has lost its core delays the others by one piece of work. The last t
 instruction carries out the small ones that follow, alone, before it lets the others go on: a small instruction costs
 its own time and no meeting.
 
-Waiting is polite. A thread spins for about as long as a wake-up takes (some 20 us) and then sleeps in a futex: beside
-other busy processes a sleeper is woken at once, while one that spins uses up its time slice and then waits for
+Waiting yields the core. A thread spins for about as long as a wake-up takes (some 20 us) and then sleeps in a futex:
+beside other busy processes a sleeper is woken at once, while one that spins uses up its time slice and then waits for
 milliseconds. While it spins for a linear layer's turn it fetches the first weights of its next share into its cache,
 which keeps memory busy.
 
@@ -24,14 +24,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from quire.kernels.cpu.jit import entry, jit
-from quire.kernels.cpu.pointers import i64_ptr
+from quire.kernels.cpu.pointers import ANY, INT, NOTHING, i64_ptr, intrinsic
 from quire.kernels.cpu.simd import _prefetch
+from quire.kernels.cpu.sizes import ROW
 
-# One row of a program
-ROW = 32  # int64 values
+# One row of a program, ROW values
 OP, ITEMS, ITEMS_AT, GRAIN, ALONE_BELOW, FETCH, FETCH_BYTES = range(7)  # see `threads.Launcher.emit`
 ARGS = 8  # the first argument; those before are the team's
 
@@ -47,13 +46,13 @@ HAS_FUTEX = sys.platform == "linux" and platform.machine().lower() in ("x86_64",
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SYS_FUTEX, SYS_SCHED_SETAFFINITY = (202, 203) if IS_X86 else (98, 122)
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
-NAP = 50  # microseconds, where there is no futex
+SLEEP_MICROSECONDS = 50  # between looks, where there is no futex
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
-def _cell(b, a):
-    return b.gep(a[0], [a[1]])
+def _cell(b, cells, index):
+    return b.gep(cells, [index])
 
 
 def _system_call(b, number, *args):
@@ -61,114 +60,74 @@ def _system_call(b, number, *args):
     b.call(function, [I64(number), *args])
 
 
-@intrinsic
-def atomic_add(ty, cells, index, value):
+@intrinsic(INT, ANY, INT, INT)
+def atomic_add(b, cells, index, value):
     """cells[index] += value; return what it was before."""
-    n = types.int64
-    return n(cells, n, n), lambda ctx, b, sig, a: b.atomic_rmw("add", _cell(b, a), a[2], "seq_cst")
+    return b.atomic_rmw("add", _cell(b, cells, index), value, "seq_cst")
 
 
-@intrinsic
-def atomic_load(ty, cells, index):
+@intrinsic(INT, ANY, INT)
+def atomic_load(b, cells, index):
     """Return cells[index]; what was written before it was stored can be read after."""
-    n = types.int64
-    return n(cells, n), lambda ctx, b, sig, a: b.load_atomic(_cell(b, a), "seq_cst", 8)
+    return b.load_atomic(_cell(b, cells, index), "seq_cst", 8)
 
 
-@intrinsic
-def atomic_store(ty, cells, index, value):
+@intrinsic(NOTHING, ANY, INT, INT)
+def atomic_store(b, cells, index, value):
     """cells[index] = value, after everything written before."""
-
-    def code(ctx, b, sig, a):
-        b.store_atomic(a[2], _cell(b, a), "seq_cst", 8)
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(cells, n, n), code
+    b.store_atomic(value, _cell(b, cells, index), "seq_cst", 8)
 
 
-@intrinsic
-def call_op(ty, address, args, first, last, scratch):
+@intrinsic(NOTHING, INT, types.CPointer(INT), INT, INT, INT)
+def call_op(b, address, args, first, last, scratch):
     """Call the op at `address`."""
-
-    def code(ctx, b, sig, a):
-        kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64, I64])
-        b.call(b.inttoptr(a[0], kind.as_pointer()), list(a[1:]))
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(n, types.CPointer(n), n, n, n), code
+    kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64, I64])
+    b.call(b.inttoptr(address, kind.as_pointer()), [args, first, last, scratch])
 
 
-@intrinsic
-def offset(ty, pointer, count):
+@intrinsic(ANY, ANY, INT)
+def offset(b, pointer, count):
     """Return the pointer `count` elements further."""
-    return pointer(pointer, types.int64), lambda ctx, b, sig, a: b.gep(a[0], [a[1]])
+    return b.gep(pointer, [count])
 
 
-@intrinsic
-def system_wait(ty, cells, index, value):
+@intrinsic(NOTHING, ANY, INT, INT)
+def system_wait(b, cells, index, value):
     """Sleep until woken, unless the low half of cells[index] is no longer that of `value`."""
-
-    def code(ctx, b, sig, a):
-        if HAS_FUTEX:
-            seen = b.and_(a[2], I64(0xFFFFFFFF))
-            _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, a), I64), I64(FUTEX_WAIT_PRIVATE), seen, I64(0))
-        else:
-            kind = ir.FunctionType(I32, [I32])
-            b.call(cgutils.get_or_insert_function(b.module, kind, "usleep"), [I32(NAP)])
-        return ctx.get_dummy_value()
-
-    n = types.int64
-    return types.void(cells, n, n), code
+    if HAS_FUTEX:
+        seen = b.and_(value, I64(0xFFFFFFFF))
+        _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, cells, index), I64), I64(FUTEX_WAIT_PRIVATE), seen, I64(0))
+    else:
+        kind = ir.FunctionType(I32, [I32])
+        b.call(cgutils.get_or_insert_function(b.module, kind, "usleep"), [I32(SLEEP_MICROSECONDS)])
 
 
-@intrinsic
-def system_wake(ty, cells, index):
-    """Wake everybody who sleeps on cells[index]."""
-
-    def code(ctx, b, sig, a):
-        if HAS_FUTEX:
-            _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, a), I64), I64(FUTEX_WAKE_PRIVATE), I64(1 << 30))
-        return ctx.get_dummy_value()
-
-    return types.void(cells, types.int64), code
+@intrinsic(NOTHING, ANY, INT)
+def system_wake(b, cells, index):
+    """Wake all threads that sleep on cells[index]."""
+    if HAS_FUTEX:
+        _system_call(b, SYS_FUTEX, b.ptrtoint(_cell(b, cells, index), I64), I64(FUTEX_WAKE_PRIVATE), I64(1 << 30))
 
 
-@intrinsic
-def run_on(ty, mask, size):
+@intrinsic(NOTHING, INT, INT)
+def run_on(b, mask, size):
     """Keep the calling thread on the cores whose bits are set in the `size` bytes at address `mask`, if it can be."""
-
-    def code(ctx, b, sig, a):
-        if HAS_FUTEX:
-            _system_call(b, SYS_SCHED_SETAFFINITY, I64(0), a[1], a[0])
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64, types.int64), code
+    if HAS_FUTEX:
+        _system_call(b, SYS_SCHED_SETAFFINITY, I64(0), size, mask)
 
 
-@intrinsic
-def pause(ty):
+@intrinsic(NOTHING)
+def pause(b):
     """Tell the core that this is a waiting loop, where there is an instruction for it."""
-
-    def code(ctx, b, sig, a):
-        kind = ir.FunctionType(ir.VoidType(), [])
-        if IS_X86:
-            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
-        return ctx.get_dummy_value()
-
-    return types.void(), code
+    kind = ir.FunctionType(ir.VoidType(), [])
+    if IS_X86:
+        b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
 
 
-@intrinsic
-def fetch(ty, address):
+@intrinsic(NOTHING, INT)
+def fetch(b, address):
     """Start loading the cache line at this address into the second-level cache."""
-
-    def code(ctx, b, sig, a):
-        _prefetch(b, b.inttoptr(a[0], I8.as_pointer()))
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64), code
+    _prefetch(b, b.inttoptr(address, I8.as_pointer()))
 
 
 # Sharing the items of one instruction
@@ -322,7 +281,7 @@ def serve(state, rank, ranks, spins, scratch):
 
 @entry
 def stop(state):
-    """Send the other ranks home."""
+    """End the other ranks' `serve`."""
     team = i64_ptr(state)
     team[STOP] = 1
     release(team, JOB)

@@ -1,6 +1,6 @@
 """The Python side of the thread team, and its instructions: run at once, or recorded into a program and run again.
 
-Outside a recording, `emit` runs its one instruction before it returns. Inside one it only notes it: the arrays that
+Outside a recording, `emit` runs its one instruction before it returns. Inside one it only records it: the arrays that
 ops return then lie in an arena (arrays.py) and hold nothing yet. What a program computes from is found by address, so
 arrays it reads must stay where they are; it keeps them alive.
 """
@@ -23,12 +23,12 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import team
 from quire.kernels.cpu.arrays import Arena, Recorded, Recorder, Slabs
 from quire.kernels.cpu.jit import Op
+from quire.kernels.cpu.sizes import SCRATCH_BYTES
 
 # About how many multiply-adds one thread does in the time that sharing an instruction takes.
 SMALL_WORK = 32768
 
 SPINS = 600  # looks at a word before sleeping; each takes some 35 ns
-SCRATCH_BYTES = 1 << 20  # a thread's own memory for one call of an op
 CACHE_LINE = 64
 PIECES = 8  # a thread's share is taken in about so many pieces
 
@@ -87,7 +87,7 @@ class Launcher:
         self.num_threads: int = num_threads or limit
         self.arena = Arena()
         self.weights = Slabs()
-        self.recorder: Recorder | None = None  # whoever notes the arithmetic of recorded arrays
+        self.recorder: Recorder | None = None  # records the arithmetic of recorded arrays
         self._spins = spins
         self._state = aligned_zeros(8 * (team.CLAIMS + team.LINE * self.num_threads)).view(np.int64)
         self._scratch = aligned_zeros(SCRATCH_BYTES * self.num_threads)
@@ -98,7 +98,7 @@ class Launcher:
 
     @property
     def recording(self) -> bool:
-        """Whether instructions are being noted rather than run."""
+        """Whether instructions are being recorded rather than run."""
         return self._recording is not None
 
     def emit(
@@ -114,7 +114,7 @@ class Launcher:
         fetch_bytes: int = 0,
         holds: object = None,
     ) -> None:
-        """Run or note one instruction.
+        """Run or record one instruction.
 
         Args:
             args: at most 24; what each becomes is said at `Argument`.
@@ -172,7 +172,7 @@ class Launcher:
 
     @contextmanager
     def record(self) -> Iterator[list[Program]]:
-        """Note what is emitted inside; the list holds the program afterwards.
+        """Record what is emitted inside; the list holds the program afterwards.
 
         Arrays made inside lie in the arena. They hold what the program computed until the next recording begins or
         another program runs.

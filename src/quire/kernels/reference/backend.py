@@ -3,12 +3,12 @@
 Same numbers as the CPU backend up to rounding: activations are float32, weights are rounded to `dtype` and keys and
 values to `kv_dtype`. Weights that others store as integers are rounded to these here (quantize.py), and stored as
 floats. Sums over K or over keys are taken in float64 where the device has it, so that the order of summation, which
-torch chooses by batch size, hardly ever shows; `invariant.py` has a backend where it cannot.
+torch chooses by batch size, hardly ever shows; in `InvariantReferenceBackend` it cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from quire.kernels.backend import (
     AttentionParams,
     Backend,
     DeviceTokens,
+    LinearWeight,
     Penalties,
     Tensor,
     TopLogprobs,
@@ -30,10 +31,7 @@ from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import available_memory
-from quire.kernels.reference import lora as adapters
-from quire.kernels.reference import states
-from quire.kernels.reference.attention import paged_attention
-from quire.kernels.reference.experts import ReferenceExpert, mix_experts, route, swiglu_oai
+from quire.kernels.reference.attention import attend, paged_attention, read
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 from quire.kernels.weight_storage import stored_layout
@@ -63,6 +61,79 @@ class ReferenceLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     round_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceExpert:
+    """What `pack_linear` makes of gate and up together, and of down."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+
+    @classmethod
+    def pack(cls, expert: Expert, pack_linear: Callable[..., LinearWeight]) -> ReferenceExpert:
+        """Pack one expert."""
+        return cls(pack_linear(*expert.first, gated=True), pack_linear(*expert.last))
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLoRA:
+    """A `LoRAChange` on the device, its values rounded to the backend's dtype."""
+
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    whole: torch.Tensor | None
+
+
+class ReferenceLoRASlots:
+    """One layer's slots: for each, what its parts get; `sizes` are the columns of each part."""
+
+    def __init__(self, num_slots: int, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.parts: list[list[ReferenceLoRA | None]] = [[None] * len(sizes) for _ in range(num_slots)]
+
+
+def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """See "swiglu_oai" at `Backend.gated_linear`."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids of the `count` largest of each row, the lower id first among equals, NaN after all others."""
+    known = torch.where(scores.isnan(), -torch.inf, scores)
+    return torch.sort(known, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def within_groups(scores: torch.Tensor, params: RoutingParams) -> torch.Tensor:
+    """Return scores [T, E], -inf for experts of groups that are not chosen."""
+    if params.num_groups == 1:
+        return scores
+    groups = scores.unflatten(1, (params.num_groups, -1))
+    if params.group_score == "max":
+        standing = groups.amax(dim=-1)
+    else:
+        standing = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(dim=-1)
+    chosen = torch.zeros_like(standing, dtype=torch.bool).scatter(1, best(standing, params.top_groups), True)
+    return torch.where(chosen[:, :, None], groups, -torch.inf).flatten(1)
+
+
+def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, bool]]:
+    """Yield each sequence's tokens of the step, its row in the states, and whether it starts from zeros."""
+    assert metadata.state_rows is not None, "a model with states has rows for them"
+    starts, lengths, rows = (x.tolist() for x in (metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows))
+    for start, stop, length, row in zip(starts, starts[1:], lengths, rows):
+        yield slice(start, stop), row, length == stop - start
+
+
+def _slots_of(slots: ReferenceLoRASlots, rows: LoRARows) -> list[tuple[torch.Tensor, list[ReferenceLoRA | None]]]:
+    """Return, for slots that have rows in this step, the rows and what the slot holds."""
+    starts = rows.starts.tolist()
+    return [
+        (rows.order[start:stop], parts)
+        for start, stop, parts in zip(starts[:-1], starts[1:], slots.parts, strict=True)
+        if stop > start
+    ]
 
 
 def round_rows(x: torch.Tensor) -> torch.Tensor:
@@ -214,43 +285,74 @@ class ReferenceBackend(HostMemory, Backend):
         return swiglu_oai(gate, up) if kind == "swiglu_oai" else self.activation(gate, kind) * up
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, params)
+        logits = logits.float()
+        if params.scoring == "softmax_chosen":
+            ids = best(logits, params.top_k)
+            weights = torch.softmax(logits.gather(1, ids), dim=-1)
+        else:
+            scores = torch.softmax(logits, dim=-1) if params.scoring == "softmax" else torch.sigmoid(logits)
+            compared = scores if params.bias is None else scores + params.bias
+            ids = best(within_groups(compared, params), params.top_k)
+            weights = scores.gather(1, ids)
+        if params.renormalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return ids, weights * params.scale
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
     ) -> torch.Tensor:
-
-        def compute(rows: torch.Tensor, expert: ReferenceExpert) -> torch.Tensor:
-            return self.linear(self.gated_linear(rows, expert.gate_up, kind), expert.down)
-
-        return mix_experts(x, ids, weights, packed, compute)
+        outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
+        for number, expert in enumerate(packed):
+            tokens, places = torch.where(ids == number)
+            if len(tokens):
+                outputs[tokens, places] = self.linear(self.gated_linear(x[tokens], expert.gate_up, kind), expert.down)
+        out = torch.zeros_like(x)
+        for place in range(ids.shape[1]):
+            out = out + weights[:, place, None] * outputs[:, place]
+        return out
 
     # LoRA adapters
 
     def new_lora_slots(
         self, num_slots: int, max_rank: int, sizes: Sequence[int], widest: int = 0
-    ) -> adapters.ReferenceLoRASlots:
-        return adapters.ReferenceLoRASlots(num_slots, sizes)
+    ) -> ReferenceLoRASlots:
+        return ReferenceLoRASlots(num_slots, sizes)
 
-    def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> adapters.ReferenceLoRA:
+    def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> ReferenceLoRA:
         dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         given = [None if m is None else self.from_numpy(m).to(dtype) for m in (change.a, change.b, change.whole)]
-        return adapters.ReferenceLoRA(*given)
+        return ReferenceLoRA(*given)
 
-    def set_lora(
-        self, slots: adapters.ReferenceLoRASlots, slot: int, parts: Sequence[adapters.ReferenceLoRA | None]
-    ) -> None:
+    def set_lora(self, slots: ReferenceLoRASlots, slot: int, parts: Sequence[ReferenceLoRA | None]) -> None:
         slots.parts[slot] = list(parts)
 
-    limit_columns = staticmethod(adapters.limit_columns)
+    def lora(self, y: torch.Tensor, x: torch.Tensor, slots: ReferenceLoRASlots, rows: LoRARows) -> None:
+        for mine, parts in _slots_of(slots, rows):
+            column = 0
+            for size, part in zip(slots.sizes, parts, strict=True):
+                for row in mine.tolist() if part is not None else ():
+                    assert part is not None
+                    given = x[row].to(self._compute)
+                    if part.whole is not None:
+                        y[row, column : column + len(part.whole)] = (part.whole.to(self._compute) @ given).float()
+                    if part.a is not None and part.b is not None:
+                        inner = part.a.to(self._compute) @ given
+                        y[row, column : column + len(part.b)] += (part.b.to(self._compute) @ inner).float()
+                column += size
 
-    def lora(self, y: torch.Tensor, x: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows) -> None:
-        adapters.lora(y, x, slots, rows, self._compute)
+    def lora_embedding(self, y: torch.Tensor, ids: torch.Tensor, slots: ReferenceLoRASlots, rows: LoRARows) -> None:
+        for mine, (part,) in _slots_of(slots, rows):
+            for row in mine.tolist() if part is not None else ():
+                assert part is not None
+                token = int(ids[row])
+                if part.whole is not None:
+                    y[row] = part.whole[token].float()
+                if part.a is not None and part.b is not None:
+                    y[row] += (part.b.to(self._compute) @ part.a[:, token].to(self._compute)).float()
 
-    def lora_embedding(
-        self, y: torch.Tensor, ids: torch.Tensor, slots: adapters.ReferenceLoRASlots, rows: LoRARows
-    ) -> None:
-        adapters.lora_embedding(y, ids, slots, rows, self._compute)
+    def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
+        for row, limit in enumerate(limits.tolist()):
+            x[row, limit:] = -torch.inf
 
     def take_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return x[ids]
@@ -310,7 +412,16 @@ class ReferenceBackend(HostMemory, Backend):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        out = states.causal_conv(x, weight, bias, state, metadata, self._compute)
+        taps = weight.shape[0]
+        out = torch.empty_like(x)
+        for tokens, row, fresh in _sequences(metadata):
+            if fresh:
+                state[row] = 0
+            inputs = torch.cat([state[row], x[tokens]])
+            count = tokens.stop - tokens.start
+            total = sum(inputs[tap : tap + count].to(self._compute) * weight[tap] for tap in range(taps))
+            out[tokens] = (total if bias is None else total + bias).float()
+            state[row] = inputs[count:]
         return out if activation is None else self.activation(out, activation)
 
     def gated_delta(
@@ -323,7 +434,27 @@ class ReferenceBackend(HostMemory, Backend):
         state: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        return states.gated_delta(q, k, v, decay, beta, state, metadata, self._compute)
+        """Compute a step's tokens in the dtype of sums; between steps the state is float32."""
+        _, heads, depth, width = state.shape
+        shared = heads * depth // k.shape[1]
+        queries, keys = (x.unflatten(-1, (-1, depth)).repeat_interleave(shared, 1).to(self._compute) for x in (q, k))
+        values, factors = (
+            v.unflatten(-1, (heads, width)).to(self._compute),
+            decay.to(self._compute).exp()[..., None, None],
+        )
+        out = torch.empty(q.shape[0], heads, width, dtype=q.dtype, device=q.device)
+        for tokens, row, fresh in _sequences(metadata):
+            if fresh:
+                state[row] = 0
+            matrix = state[row].to(self._compute)
+            for t in range(tokens.start, tokens.stop):
+                matrix = matrix * factors[t]
+                key = keys[t, :, :, None]
+                delta = (values[t] - (key * matrix).sum(1)) * beta[t, :, None]
+                matrix = matrix + key * delta[:, None]
+                out[t] = (queries[t, :, :, None] * matrix).sum(1)
+            state[row] = matrix
+        return out.flatten(1)
 
     # KV cache and attention
 
@@ -427,3 +558,80 @@ class ReferenceBackend(HostMemory, Backend):
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         return top_logprobs(logits, chosen, k)
+
+
+def row_by_row(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return op(x), for x [T, ...], computed for each of the T rows apart; op keeps their number."""
+    if x.shape[0] <= 1:
+        return op(x.clone())
+    return torch.cat([op(row.clone()) for row in x.split(1)])
+
+
+class InvariantReferenceBackend(ReferenceBackend):
+    """`ReferenceBackend` with every row computed by itself, so that its bits are the same in any batch; slower.
+
+    torch chooses how a product or a sum is cut by the shape of what it is given, and computes the elements that fill a
+    vector with other instructions than the few left over. So the same row in another batch may differ in its last bits.
+    Here an op is given one row at a time, in memory of its own, and so always the same shape; attention is given one
+    query and the keys that this query sees.
+    """
+
+    rows = "apart"
+
+    def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
+        wide = weight.weight.to(self._compute)
+        return row_by_row(lambda row: self._multiply(row, weight, wide), x)
+
+    def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        op = super().head_linear
+        return torch.cat([op(token.clone(), weight) for token in x.split(weight.shape[0])])
+
+    def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [super(InvariantReferenceBackend, self).route(row.clone(), params) for row in logits.split(1)]
+        ids, weights = zip(*rows)
+        return torch.cat(ids), torch.cat(weights)
+
+    def experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
+    ) -> torch.Tensor:
+        op = super().experts
+        rows = zip(x.split(1), ids.split(1), weights.split(1))
+        return torch.cat([op(row.clone(), own, weight, packed, kind) for row, own, weight in rows])
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        op = super().rms_norm
+        return row_by_row(lambda row: op(row, weight, eps), x)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        op = super().layer_norm
+        return row_by_row(lambda row: op(row, weight, bias, eps), x)
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        op = super().activation
+        return row_by_row(lambda row: op(row, kind), x)
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
+        out = heads.new_empty((*heads.shape[:2], params.out_size))
+        starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
+        for s, length in enumerate(lengths):
+            for row in range(starts[s], starts[s + 1]):
+                position = length - (starts[s + 1] - row)
+                behind, ahead = params.reach
+                seen = torch.arange(max(0, position - behind), min(length, position + 1 + ahead), device=q.device)
+                keys, values = read(cache, metadata.block_tables[s], seen, params, self._compute)
+                query = heads[row : row + 1].to(self._compute)
+                out[row] = attend(query, seen.new_tensor([position]), keys, values, seen, params)[0].to(out.dtype)
+        return out.reshape(q.shape[0], -1)
+
+    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
+        op = super().top_logprobs
+        rows = [op(row.clone(), chosen[r : r + 1], k) for r, row in enumerate(logits.split(1))]
+        return TopLogprobs(*(torch.cat(parts) for parts in zip(*rows, strict=True)))

@@ -96,20 +96,3 @@ def quantize_weight(w: torch.Tensor, bits: int, group: int | None = None) -> Qua
     assert bits == 4
     assert group is not None
     return quantize_groups(w, group)
-
-
-def fake_quantize_linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bits: int,
-    group: int | None = None,
-    bias: torch.Tensor | None = None,
-    round_inputs: bool = True,
-) -> torch.Tensor:
-    """Return x @ w.T (+ bias), both quantized, float32 [M, N]; sums in float64. `round_inputs`: whether x is too."""
-    weight = quantize_weight(w, bits, group)
-    if round_inputs:
-        q, scales = quantize_rows(x)
-        x = q.double() * scales.double()[:, None]
-    out = x.double() @ (weight.q.double() * weight.scale_of_k().double()).T
-    return (out if bias is None else out + bias.double()).float()
