@@ -110,11 +110,8 @@ def test_a_prefix_hit_needs_no_blocks_before_the_window(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("params", [GREEDY, FANCY])
-@pytest.mark.parametrize("folder", ["plain", "windowed"])
-def test_forks_draw_what_sequences_by_themselves_draw(
-    folders: dict[str, Path], folder: str, params: SamplingParams
-) -> None:
-    alone = make(folders[folder])
+def test_forks_draw_what_sequences_by_themselves_draw(folders: dict[str, Path], params: SamplingParams) -> None:
+    alone = make(folders["windowed"])
     expected: dict[str, list[int]] = {}
     for seed, name in enumerate(("a", "b", "c")):
         alone.add(name, PROMPT, params, seed=seed)
@@ -122,7 +119,7 @@ def test_forks_draw_what_sequences_by_themselves_draw(
         expected[name] = alone.sequences[name].tokens
     assert (len({tuple(tokens) for tokens in expected.values()}) == 1) == params.greedy
 
-    driver = make(folders[folder])
+    driver = make(folders["windowed"])
     driver.add("other", [40, 41], SamplingParams(temperature=0.0))
     driver.add("a", PROMPT, params, seed=0)
     driver.step({"other": 2, "a": 6})
@@ -141,10 +138,9 @@ def test_a_new_prompt_may_branch_in_its_first_step(folders: dict[str, Path]) -> 
     assert output.logprobs["a"] == output.logprobs["b"]
 
 
-@pytest.mark.parametrize("folder", ["plain", "windowed"])
-def test_a_fork_amid_decoding_goes_its_own_way(folders: dict[str, Path], folder: str) -> None:
+def test_a_fork_amid_decoding_goes_its_own_way(folders: dict[str, Path]) -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0, logprobs=1)
-    driver, alone = make(folders[folder]), make(folders[folder])
+    driver, alone = make(folders["windowed"]), make(folders["windowed"])
     driver.add("a", PROMPT, params)
     run(driver, ["a"], [10], 3)
     fork = driver.fork("a", "b")
@@ -163,15 +159,14 @@ def test_a_fork_amid_decoding_goes_its_own_way(folders: dict[str, Path], folder:
         assert driver.sequences[name].tokens == alone.sequences[name].tokens
 
 
-@pytest.mark.parametrize("folder", ["plain", "windowed"])
-def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path], folder: str) -> None:
-    driver = make(folders[folder])
+def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path]) -> None:
+    driver = make(folders["windowed"])
     params = SamplingParams(temperature=0.0, min_tokens=5, logit_bias={4: 100.0})
     driver.add("a", PROMPT, params, num_candidates=4)
     driver.add("other", [40, 41], GREEDY)
     output = driver.step({"a": 10, "other": 2})
     assert output.sampled_token_ids.keys() == {"other"}
-    check_candidates(folders[folder], driver.sequences["a"].tokens, output.candidates["a"])
+    check_candidates(folders["windowed"], driver.sequences["a"].tokens, output.candidates["a"])
     best, second = output.candidates["a"].token_ids[1:3]
     driver.step({"other": 1})  # beams may wait
     fork = driver.fork("a", "b")
@@ -180,7 +175,7 @@ def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path], fold
     output = driver.step({"b": 1, "other": 1, "a": 1}, [fork])
     assert output.candidates.keys() == {"a", "b"}
     for name in "ab":
-        check_candidates(folders[folder], driver.sequences[name].tokens, output.candidates[name])
+        check_candidates(folders["windowed"], driver.sequences[name].tokens, output.candidates[name])
     driver.end("a")
     forks = [driver.fork("b", name) for name in ("c", "d")]
     for name, token in zip("bcd", output.candidates["b"].token_ids[1:]):
@@ -188,7 +183,7 @@ def test_beams_are_offered_the_most_likely_tokens(folders: dict[str, Path], fold
     output = driver.step({"b": 1, "c": 1, "d": 1}, forks)
     assert output.sampled_token_ids == {}
     for name in "bcd":
-        check_candidates(folders[folder], driver.sequences[name].tokens, output.candidates[name])
+        check_candidates(folders["windowed"], driver.sequences[name].tokens, output.candidates[name])
     driver.end("b", "c", "d")
     assert driver.step({"other": 1}).candidates == {}
     assert not driver.runner.batch.num_candidates
@@ -317,8 +312,7 @@ def test_a_row_that_another_sequence_has_taken_keeps_its_tokens(folders: dict[st
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, logit_bias={7: 2.0}, logprobs=2)
 
 
-@pytest.mark.parametrize("folder", ["plain", "windowed"])
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize(("device", "folder"), [("cpu", "windowed"), ("reference", "plain")])
 def test_drafts_change_no_bit_whether_right_or_wrong(folders: dict[str, Path], folder: str, device: str) -> None:
     rng = random.Random(7)
     rows = {"greedy": GREEDY, "sampled": SAMPLED, "penalized": FANCY}
@@ -369,9 +363,8 @@ def test_log_probabilities_of_a_prompt_are_given_once(folders: dict[str, Path]) 
     assert driver.step({"a": 1, "b": 1, "c": 1}, [fork]).prompt_logprobs == {}
 
 
-@pytest.mark.parametrize("folder", ["plain", "windowed"])
-def test_random_traffic_gives_every_sequence_its_own_text(folders: dict[str, Path], folder: str) -> None:
-    rng, driver = random.Random(5), make(folders[folder])
+def test_random_traffic_gives_every_sequence_its_own_text(folders: dict[str, Path]) -> None:
+    rng, driver = random.Random(5), make(folders["windowed"])
     ended: list[Sequence] = []
     for number in range(150):
         sequences = driver.sequences
@@ -393,7 +386,7 @@ def test_random_traffic_gives_every_sequence_its_own_text(folders: dict[str, Pat
         assert driver.step(counts, forks).errors == {}
     texts = {(at.seed, at.num_prompt_tokens): at for at in sorted(ended, key=lambda at: len(at.tokens))}
     assert len(ended) > len(texts) > 10
-    alone = make(folders[folder])
+    alone = make(folders["windowed"])
     for number, at in enumerate(texts.values()):
         alone.add(f"s{number}", at.tokens[: at.num_prompt_tokens], at.params, seed=at.seed)
         run(alone, [f"s{number}"], [at.num_prompt_tokens], len(at.tokens) - at.num_prompt_tokens - 1)

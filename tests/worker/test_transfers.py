@@ -90,7 +90,7 @@ def one_by_one(
     return device, host
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(transfer, max_size=24))
 def test_batches_do_what_single_transfers_would(transfers: Transfers) -> None:
     scene = Scene(CPUBackend(num_threads=1))
@@ -149,16 +149,6 @@ def test_a_block_comes_back_from_the_host_as_it_was(
     scene.fill(3, 99)
     scene.transfers.apply(step([(IN, 2, 3), (IN, 0, 4)]))
     assert scene.content() == [*before[:4], before[1]]
-
-
-def test_a_cache_that_layers_share_is_moved_once() -> None:
-    backend = CPUBackend(num_threads=1)
-    cache = backend.new_kv_cache(3, BLOCK_SIZE, 1, 4)
-    size = backend.block_nbytes(cache)
-    backend.write_blocks(cache, np.arange(3), np.repeat(np.array([[1], [2], [3]], np.uint8), size, axis=1))
-    transfers = BlockTransfers(backend, [cache, cache], 1)
-    transfers.apply(step([(COPY, 1, 2), (COPY, 0, 1)]))  # done twice, the first block would be everywhere
-    assert backend.read_blocks(cache, np.arange(3))[:, 0].tolist() == [1, 1, 2]
 
 
 def test_without_a_disk_saves_are_ignored_and_loads_fail() -> None:

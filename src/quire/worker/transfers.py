@@ -156,7 +156,7 @@ class BlockTransfers:
     ) -> None:
         assert offload is None or (num_host_blocks == 0 and store is None), "blocks leave in one way"
         self._backend = backend
-        self._caches = list({id(cache): cache for cache in kv_caches}.values())
+        self._caches = kv_caches
         self._host = backend.host_blocks(self._caches, num_host_blocks)
         self._offload = offload
         self._leaves_device = num_host_blocks > 0 or store is not None
