@@ -25,8 +25,7 @@ from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallRes
 from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
-from quire.sampling_params import SamplingParams
-from tests.engine.conftest import CONFIG
+from tests.engine.conftest import CONFIG, request
 from tests.helpers import faulty_engine
 from tests.helpers.faulty_engine import KILL, PACED
 
@@ -37,12 +36,6 @@ NUM_BLOCKS = 4096
 def config_for(folder: Path, **options: object) -> EngineConfig:
     defaults = {"model": str(folder), "load_format": "dummy", "device": "reference", "num_gpu_blocks_override": 64}
     return EngineConfig.from_kwargs(groups=SERVER_GROUPS, log_level="warning", **{**defaults, **options})
-
-
-def request(request_id: str, max_tokens: int = 4, prompt: tuple[int, ...] = (1, 2, 3)) -> EngineRequest:
-    return EngineRequest(
-        request_id, list(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens), max_tokens=max_tokens
-    )
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
@@ -218,8 +211,8 @@ def another_process(engine: EngineProcess, theirs: EngineRequest) -> subprocess.
 def test_a_client_process_that_is_killed_leaves_nothing_in_the_engine_and_others_go_on(engine: EngineProcess) -> None:
     async def scenario() -> None:
         async with connected(engine) as client:
-            client.send(request("ours", 400, (PACED, 2)))
-            other = another_process(engine, request("theirs-NUMBER", 400, (PACED, 1)))
+            client.send(request("ours", 400, prompt=(PACED, 2)))
+            other = another_process(engine, request("theirs-NUMBER", 400, prompt=(PACED, 1)))
             assert other.stdout is not None
             with other.stdout:
                 incarnation = (await asyncio.to_thread(other.stdout.readline)).decode().strip()
@@ -278,7 +271,7 @@ def test_clients_that_talk_nonsense_are_refused_while_others_are_served(
 
     async def scenario() -> None:
         async with connected(engine) as good:
-            good.send(request("good", 400, (PACED, 1)))
+            good.send(request("good", 400, prompt=(PACED, 1)))
             for kind, data in hostile(touched).items():
                 failed = await asyncio.to_thread(refusal, engine.connect(), data, greeted=greeted)
                 expected = "version 1000" if kind == "another version" and not greeted else "no message"
@@ -295,7 +288,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_the_others_are_served(e
             slow = engine.connect()
             with slow:
                 slow.sendall(encode_frame(msgspec.msgpack.encode(Hello("slow", PROTOCOL_VERSION))))
-                slow.sendall(encode_frame(msgspec.msgpack.encode(request("slow", 400, (PACED, 1)))))
+                slow.sendall(encode_frame(msgspec.msgpack.encode(request("slow", 400, prompt=(PACED, 1)))))
                 show = Call(call_id=1, method="blocks", arguments={"limit": NUM_BLOCKS})
                 for _ in range(60):
                     slow.sendall(encode_frame(msgspec.msgpack.encode(show)))

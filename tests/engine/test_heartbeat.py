@@ -26,8 +26,8 @@ from quire.engine.loop import run
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
-from quire.sampling_params import SamplingParams
 from quire.step import PendingOutput, SchedulerOutput
+from tests.engine.conftest import request
 from tests.helpers.loop_clients import ScriptedClients
 
 
@@ -47,20 +47,6 @@ def memory() -> Iterator[Heartbeat]:
     os.close(fd)
     yield made
     made.close()
-
-
-def request(request_id: str, *, max_tokens: int = 3, sequences: int = 1) -> EngineRequest:
-    names = [request_id] if sequences == 1 else [f"{request_id}-{number}" for number in range(sequences)]
-    return EngineRequest(
-        request_id=request_id,
-        sequence_ids=names,
-        prompt_token_ids=[1, 2, 3],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, n=sequences),
-        arrival_time=0.0,
-        seeds=[0] * sequences,
-        stop_ids=[],
-        max_tokens=max_tokens,
-    )
 
 
 # ---- memory ----

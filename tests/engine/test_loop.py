@@ -11,28 +11,15 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import RequestOwners, run
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, ToEngine
-from quire.engine_request import EngineRequest
 from quire.executor.null import NullExecutor
-from quire.sampling_params import SamplingParams
 from quire.step import SequenceOutput
+from tests.engine.conftest import request
 from tests.helpers.loop_clients import Batch, ScriptedClients
 
 
 @pytest.fixture
 def core(folder: Path) -> EngineCore:
     return EngineCore(EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64), executor=NullExecutor())
-
-
-def request(request_id: str, max_tokens: int = 4, sequences: int = 1) -> EngineRequest:
-    names = [request_id] if sequences == 1 else [f"{request_id}-{number}" for number in range(sequences)]
-    return EngineRequest(
-        request_id,
-        [1, 2, 3 + len(request_id)],
-        SamplingParams(max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        sequence_ids=names,
-        seeds=list(range(sequences)),
-    )
 
 
 def served(core: EngineCore, *batches: Batch, connected: tuple[int, ...] = (0, 1)) -> ScriptedClients:
@@ -59,7 +46,7 @@ def finished(clients: ScriptedClients, client_index: int) -> dict[str, tuple[str
 def test_several_clients_are_served_as_each_would_be_alone(core: EngineCore, seed: int) -> None:
     rng = random.Random(seed)
     sent: dict[int, list[ToEngine]] = {
-        client: [request(f"{client}.{number}", rng.randint(1, 20), rng.randint(1, 3)) for number in range(10)]
+        client: [request(f"{client}.{number}", rng.randint(1, 20), sequences=rng.randint(1, 3)) for number in range(10)]
         for client in range(3)
     }
     alone = {client: finished(served(core, [(client, m) for m in sent[client]]), client) for client in sent}

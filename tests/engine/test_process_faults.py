@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import uvloop
@@ -27,7 +26,8 @@ from quire.engine.messages import EngineOutputs
 from quire.engine.process import ProcessClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError
-from tests.engine.test_clients import config_for, request, run
+from tests.engine.conftest import request
+from tests.engine.test_clients import config_for, run
 from tests.helpers import faulty_engine
 from tests.helpers.faulty_engine import HANG, KILL, RAISE, SEGFAULT
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def bad(request_id: str, token: int) -> EngineRequest:
     """A request that does `token` to the engine."""
-    return msgspec.structs.replace(request(request_id), prompt_token_ids=[token, 1])
+    return request(request_id, prompt=(token, 1))
 
 
 @asynccontextmanager
