@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.graph_tape import TapeRecorder
-from tests.helpers.lanes import Late
+from tests.helpers.streams import Late
 
 # Rows of padding may hold anything, and NumPy, in the interpreter, says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
