@@ -279,18 +279,15 @@ class CacheOps(ArrayOps):
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
         """Rows may be parts of longer ones."""
-        self._write(k, v, cache, slot_mapping)
-
-    def write_latent(self, x: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-        """Rows may be parts of longer ones."""
-        self._write(x, x, cache, slot_mapping)
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
         if k.shape[0] == 0:
             return
         form, tiles, options = vectors(cache.data.shape, cache.stored)
         storage = cache.data, cache.scales
-        write_kernel[(k.shape[0], tiles)](whole_rows(k), whole_rows(v), storage, slots, FORM=form, **options)
+        write_kernel[(k.shape[0], tiles)](whole_rows(k), whole_rows(v), storage, slot_mapping, FORM=form, **options)
+
+    def write_latent(self, x: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+        """Rows may be parts of longer ones."""
+        self.write_kv(x, x, cache, slot_mapping)
 
     def rotary_write_kv(
         self,

@@ -83,9 +83,9 @@ Shape = Callable[..., tuple[int, ...]]
 def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark an op, a method of a backend's group: recordings in pieces run it with the metadata of each step.
 
-    Of the op: it takes an `AttentionMetadata` and tensors, and returns one new tensor of `act`, whose shape is
-    `shape(self, *the same arguments)`. If it has a parameter `out`, it may write the result there and return it;
-    otherwise the result is copied, which costs a launch. Tensors among its arguments are temporary, or stay
+    Of the op: it takes an `AttentionMetadata` named `metadata`, and tensors, and returns one new tensor of `act`, whose
+    shape is `shape(self, *the same arguments)`. If it has a parameter `out`, it may write the result there and return
+    it; otherwise the result is copied, which costs a launch. Tensors among its arguments are temporary, or stay
     as long as the backend's model does. Rows that belong to no sequence may follow those that do. For example::
 
         @splitting_op(lambda self, q, cache, metadata, params: (q.shape[0], params.num_heads * params.out_size))
@@ -93,7 +93,7 @@ def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., A
     """
 
     def mark(op: Callable[..., Any]) -> Callable[..., Any]:
-        takes_out = "out" in inspect.signature(op).parameters
+        signature = inspect.signature(op)
 
         @wraps(op)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,10 @@ def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., A
                 return op(self, *args, **kwargs)
             out = torch.empty(shape(self, *args, **kwargs), dtype=self.act, device=self.device)
             pieces.end()
-            pieces.asides.append(_Aside(op, takes_out, self, args, kwargs, out, pieces))
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            if "out" in signature.parameters:
+                arguments["out"] = out
+            pieces.calls.append(_EagerCall(op, arguments, out, pieces))
             pieces.begin()
             return out
 
@@ -111,41 +114,23 @@ def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., A
     return mark
 
 
-class _Aside:
+class _EagerCall:
     """A call of a marked op, to be repeated with other metadata.
 
     Of temporary tensors it has aliases: so the memory of all layers' activations is that of a few.
     """
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        takes_out: bool,
-        backend: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: torch.Tensor,
-        pieces: Pieces,
-    ) -> None:
-        self._op, self._backend = op, backend
-        place = next((i for i, arg in enumerate(args) if isinstance(arg, AttentionMetadata)), None)
-        metadata = kwargs["metadata"] if place is None else args[place]
-        self._group = pieces.group_of(metadata)
-        self._args = [pieces.kept(arg) for arg in args]
-        self._kwargs = {name: pieces.kept(arg) for name, arg in kwargs.items()}
-        self._place = place
+    def __init__(self, op: Callable[..., Any], arguments: dict[str, Any], out: torch.Tensor, pieces: Pieces) -> None:
+        self._op = op
+        self._group = pieces.group_of(arguments["metadata"])
+        self._arguments = {name: pieces.kept(value) for name, value in arguments.items()}
         self._out = pieces.kept(out)
-        if takes_out:
-            self._kwargs["out"] = self._out
+        if "out" in arguments:
+            self._arguments["out"] = self._out
 
     def run(self, metadata: Sequence[AttentionMetadata]) -> None:
         """Call the op; `metadata` has one for each group of layers."""
-        own = metadata[self._group]
-        if self._place is None:
-            self._kwargs["metadata"] = own
-        else:
-            self._args[self._place] = own
-        result = self._op(self._backend, *self._args, **self._kwargs)
+        result = self._op(**{**self._arguments, "metadata": metadata[self._group]})
         if result is not self._out:
             self._out.copy_(result)
 
@@ -156,7 +141,7 @@ class Pieces:
     def __init__(self, recorder: CudaRecorder, metadata: AttentionMetadata) -> None:
         self._recorder, self._metadata = recorder, metadata
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.asides: list[_Aside] = []
+        self.calls: list[_EagerCall] = []
         self._open: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
@@ -192,8 +177,8 @@ class Pieces:
         """Run piece, op, piece, op and so on, with this step's metadata."""
         groups = [metadata, *(metadata.of_group(number) for number in range(1, 1 + len(metadata.further)))]
         self.graphs[0].replay()
-        for aside, graph in zip(self.asides, self.graphs[1:], strict=True):
-            aside.run(groups)
+        for call, graph in zip(self.calls, self.graphs[1:], strict=True):
+            call.run(groups)
             graph.replay()
 
 
