@@ -95,16 +95,8 @@ def make_core(folder: Path) -> Iterator[Callable[..., EngineCore]]:
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> EngineRequest:
-    return EngineRequest(
-        request_id=request_id,
-        sequence_ids=[request_id],
-        prompt_token_ids=prompt,
-        sampling_params=SamplingParams(max_tokens=max_tokens),
-        arrival_time=0.0,
-        seeds=[0],
-        stop_ids=list(stop_ids),
-        max_tokens=max_tokens,
-    )
+    params = SamplingParams(max_tokens=max_tokens)
+    return EngineRequest(request_id, prompt, params, max_tokens=max_tokens, stop_ids=list(stop_ids))
 
 
 def said_by(core: EngineCore) -> list[str]:
