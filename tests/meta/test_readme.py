@@ -14,6 +14,14 @@ from tests.meta.source import ENVIRONMENT, ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 ADDRESS = "http://127.0.0.1:8000"
+FOLDERS = ("src", "tests", "examples", "benchmarks", "tools", "docs")
+KNOWN_FILES = [str(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+]
 
 
 def block(marker: str) -> str:
@@ -80,15 +88,15 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert done.stdout.strip() == block("test")
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_paths_in_the_docs_exist(page):
     text = (ROOT / page).read_text("utf-8")
     folder = (ROOT / page).parent
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if not target.startswith("http"):
             assert (folder / target).exists(), target
-    for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md))`", text):
-        assert any((base / path).exists() for base in (ROOT, ROOT / "src/quire", folder)), path
+    for path in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text):
+        assert any(known.endswith(f"/{path}") for known in KNOWN_FILES), path
 
 
 def test_the_tour_names_what_its_files_define():
