@@ -6,6 +6,7 @@ so the free queue *is* the prefix cache, in LRU order. Sequences and tokens are 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -23,19 +24,9 @@ class Block:
         parent_hash, token_ids: of a registered block: the hash of the prefix before it, and its own tokens. A block
             with fewer tokens than slots is a *tail*, the last one of a sequence that has ended.
         step: in which step the content was or will be computed.
-        prev_free, next_free: neighbours in the free queue; None while the block is in use.
     """
 
-    __slots__ = (
-        "block_hash",
-        "block_id",
-        "next_free",
-        "parent_hash",
-        "prev_free",
-        "ref_count",
-        "step",
-        "token_ids",
-    )
+    __slots__ = ("block_hash", "block_id", "parent_hash", "ref_count", "step", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -44,8 +35,6 @@ class Block:
         self.parent_hash: bytes = b""
         self.token_ids: list[int] = []
         self.step = -1
-        self.prev_free: Block | None = None
-        self.next_free: Block | None = None
 
     def __repr__(self) -> str:
         digest = self.block_hash.hex()[:8] if self.block_hash else None
@@ -54,84 +43,6 @@ class Block:
 
 NULL_BLOCK = Block(0)
 """Placeholder in a block table where a sliding window has passed; the worker never reads there."""
-
-
-class FreeBlockQueue:
-    """An intrusive doubly linked list of free blocks. A block may be in one queue at most."""
-
-    __slots__ = ("_head", "_length", "_tail")
-
-    def __init__(self, blocks: Iterable[Block] = ()) -> None:
-        # Two sentinels spare every operation the cases of an empty queue and of its ends.
-        self._head = Block(-1)
-        self._tail = Block(-1)
-        self._head.next_free = self._tail
-        self._tail.prev_free = self._head
-        self._length = 0
-        for block in blocks:
-            self.append(block)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Block]:
-        """Yield the blocks in the order in which `popleft` would return them."""
-        block = self._head.next_free
-        while block is not None and block is not self._tail:
-            yield block
-            block = block.next_free
-
-    def popleft(self) -> Block:
-        """Remove and return the block at the front; raise `QuireError` when the queue is empty."""
-        block = self._head.next_free
-        if block is None or block is self._tail:
-            raise QuireError("the free queue is empty: a caller took a block without checking that one is free")
-        self.remove(block)
-        return block
-
-    def append(self, block: Block) -> None:
-        """Add `block` at the back, to be reused last."""
-        assert self._tail.prev_free is not None
-        self._insert(self._tail.prev_free, block, self._tail)
-
-    def prepend(self, block: Block) -> None:
-        """Add `block` at the front, to be reused first."""
-        assert self._head.next_free is not None
-        self._insert(self._head, block, self._head.next_free)
-
-    def remove(self, block: Block) -> None:
-        """Take `block` out, wherever it is; raise `QuireError` if it is in no queue."""
-        before, after = block.prev_free, block.next_free
-        if before is None or after is None:
-            raise QuireError(f"{block!r} is not in the free queue")
-        before.next_free = after
-        after.prev_free = before
-        block.prev_free = block.next_free = None
-        self._length -= 1
-
-    def check_integrity(self) -> None:
-        """Walk the list; raise `QuireError` if a link or the length is wrong."""
-        count = 0
-        before = self._head
-        while before is not self._tail:
-            after = before.next_free
-            if after is None or after.prev_free is not before:
-                raise QuireError(f"free queue: broken link after {before!r}")
-            count += after is not self._tail
-            if count > self._length:
-                raise QuireError(f"free queue: more than the {self._length} blocks it counts")
-            before = after
-        if count != self._length:
-            raise QuireError(f"free queue: {count} blocks linked, {self._length} counted")
-
-    def _insert(self, before: Block, block: Block, after: Block) -> None:
-        if block.prev_free is not None:
-            raise QuireError(f"{block!r} is already in the free queue")
-        before.next_free = block
-        block.prev_free = before
-        block.next_free = after
-        after.prev_free = block
-        self._length += 1
 
 
 class BlockPool:
@@ -168,8 +79,8 @@ class BlockPool:
         self.num_evicted = 0
         self._on_register, self._on_unregister, self._on_evict = on_register, on_unregister, on_evict
         self.first_layerwise = num_blocks - num_layerwise_blocks
-        self._free = FreeBlockQueue(self.blocks[: self.first_layerwise])
-        self._free_layerwise = FreeBlockQueue(self.blocks[self.first_layerwise :])
+        self._free = _free_queue(self.blocks[: self.first_layerwise])
+        self._free_layerwise = _free_queue(self.blocks[self.first_layerwise :])
         self._cached: dict[bytes, Block] = {}
         self._duplicates: dict[bytes, dict[int, Block]] = {}
 
@@ -195,7 +106,7 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of allocation."""
-        return chain(self._free, self._free_layerwise)
+        return chain(self._free.values(), self._free_layerwise.values())
 
     def get_new_blocks(self, count: int, *, prefer_layerwise: bool = False) -> list[Block]:
         """Allocate `count` blocks with one reference each, evicting their content.
@@ -210,7 +121,7 @@ class BlockPool:
         if prefer_layerwise and len(second) < self.num_layerwise:
             first, second = second, first
         for _ in range(count):
-            block = (first or second).popleft()
+            _, block = (first or second).popitem(last=False)
             if block.block_hash is not None:
                 if self._on_evict is not None:
                     self.num_evicted += 1
@@ -224,7 +135,7 @@ class BlockPool:
         """Add one reference to each block, taking it out of the free queue if it is there."""
         for block in blocks:
             if block.ref_count == 0:
-                self._queue_of(block).remove(block)
+                del self._queue_of(block)[block.block_id]
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -239,12 +150,12 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.num_freed += 1
+                queue = self._queue_of(block)
+                queue[block.block_id] = block
                 if block.block_hash is None:
-                    self._queue_of(block).prepend(block)
-                else:
-                    self._queue_of(block).append(block)
+                    queue.move_to_end(block.block_id, last=False)
 
-    def _queue_of(self, block: Block) -> FreeBlockQueue:
+    def _queue_of(self, block: Block) -> OrderedDict[int, Block]:
         return self._free if block.block_id < self.first_layerwise else self._free_layerwise
 
     def lookup(self, block_hash: bytes) -> Block | None:
@@ -301,11 +212,9 @@ class BlockPool:
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
         """Raise `QuireError` on a broken invariant; `ref_counts[block_id]` are the references of block tables."""
-        self._free.check_integrity()
-        self._free_layerwise.check_integrity()
         in_queue = {block.block_id for block in self.free_blocks()}
-        if any(block.block_id >= self.first_layerwise for block in self._free) or any(
-            block.block_id < self.first_layerwise for block in self._free_layerwise
+        if max(self._free, default=-1) >= self.first_layerwise or any(
+            block_id < self.first_layerwise for block_id in self._free_layerwise
         ):
             raise QuireError("a block is in the free queue of the other kind")
         registered = 0
@@ -322,3 +231,8 @@ class BlockPool:
         found = len(self._cached) + sum(len(others) for others in self._duplicates.values())
         if found != registered or not all(self._duplicates.values()):
             raise QuireError(f"hash map: {found} entries for {registered} blocks with content")
+
+
+def _free_queue(blocks: Iterable[Block]) -> OrderedDict[int, Block]:
+    """Return a queue of free blocks by id, of which the first is reused first; each is added and removed in O(1)."""
+    return OrderedDict((block.block_id, block) for block in blocks)
