@@ -222,7 +222,7 @@ class Machine:
             expected[group] += ids
         for group, index, block_id in replaced:
             expected[group][index] = block_id
-        for group, table in enumerate(kv._tables[sequence.sequence_id]):
+        for group, table in enumerate(kv.tables[sequence.sequence_id]):
             assert len(table) == -(-(start + num_new) // size)
             for index, block in enumerate(table):
                 if block is not NULL_BLOCK:
@@ -242,7 +242,7 @@ class Machine:
             for group, index, block_id in replaced:
                 new[group][index] = block_id
         self.told[sequence.sequence_id] = new
-        for group, table in enumerate(self.kv._tables[sequence.sequence_id]):
+        for group, table in enumerate(self.kv.tables[sequence.sequence_id]):
             assert len(table) == len(new[group])
             for block, told in zip(table, new[group], strict=True):
                 assert block is NULL_BLOCK or block.block_id == told, "the worker was not told of a change"
@@ -255,12 +255,12 @@ class Machine:
         pool = self.kv.pool
         chosen = [s.sequence_id for s in self.rng.sample(able, k=self.rng.randint(1, len(able)))]
         most, reserved = self.rng.randint(0, 5), self.rng.choice((0, 0, 1))
-        blocks = {block.block_id: block for name in chosen for block in self.kv._tables[name][0]}
+        blocks = {block.block_id: block for name in chosen for block in self.kv.tables[name][0]}
         held, able_to = set(blocks), [b for b in blocks.values() if b.block_id >= pool.first_layerwise]
         num_able = sum(block.step < self.kv._step for block in able_to)  # others came in this step
         num_whole = pool.num_free - pool.num_free_layerwise
         left, moved = self.kv.layerwise.make_resident(chosen, most, reserved)
-        now = {block.block_id for name in chosen for block in self.kv._tables[name][0]}
+        now = {block.block_id for name in chosen for block in self.kv.tables[name][0]}
         assert moved == min(most, max(num_whole - reserved, 0), num_able)
         assert left == sum(name >= pool.first_layerwise for name in now)
         assert len(now) == len(held), "what was shared is not"
@@ -276,7 +276,7 @@ class Machine:
         name = self.rng.choice(able).sequence_id
         able_to = [
             index
-            for index, block in enumerate(self.kv._tables[name][0])
+            for index, block in enumerate(self.kv.tables[name][0])
             if block.block_id < pool.first_layerwise and block.ref_count == 1 and block.step < self.kv._step
         ]
         before, num_layerwise, most = self.kv.block_ids(name)[0], pool.num_free_layerwise, self.rng.randint(0, 5)
@@ -364,7 +364,7 @@ class Machine:
         hit = self.kv.find_prefix(self.waiting[0])
         self.learn(self.waiting[0])
         if hit.loads:
-            self.kv.start_loads(hit)
+            self.kv.loads.start(hit.loads)
         return bool(hit.loads)
 
     def idle(self) -> list[Live]:
@@ -423,7 +423,7 @@ class Machine:
     def read(self, sequence: Live, end: int) -> None:
         """Attention over the first `end` tokens, as far as each group sees."""
         prefixes = sequence.known_prefixes()
-        for group, table in enumerate(self.kv._tables[sequence.sequence_id]):
+        for group, table in enumerate(self.kv.tables[sequence.sequence_id]):
             window = self.kv.windows[group]
             first = 0 if window is None else max(sequence.num_computed_tokens - window + 1, 0)
             for index in range(first // self.size, -(-end // self.size)):
@@ -510,10 +510,10 @@ class Machine:
     def check(self, *, everything: bool) -> None:
         kv = self.kv
         kv.check_integrity()
-        assert kv._tables.keys() == {s.sequence_id for s in self.running}
-        assert kv._swapped.keys() == {s.sequence_id for group in self.swapped for s in group}
-        held = {b for tables in kv._tables.values() for table in tables for b in table if b is not NULL_BLOCK}
-        assert len(held) + kv.num_loading + kv.pool.num_free == kv.pool.num_blocks
+        assert kv.tables.keys() == {s.sequence_id for s in self.running}
+        assert kv.swapped_tables.keys() == {s.sequence_id for group in self.swapped for s in group}
+        held = {b for tables in kv.tables.values() for table in tables for b in table if b is not NULL_BLOCK}
+        assert len(held) + len(kv.loads) + kv.pool.num_free == kv.pool.num_blocks
         if everything:
             self.check_writable()
             self.check_names()
@@ -525,10 +525,10 @@ class Machine:
             index, offset = divmod(sequence.num_computed_tokens, self.size)
             if sequence.sequence_id in self.scheduled or sequence.sequence_id in self.busy or not offset:
                 continue
-            for table in self.kv._tables[sequence.sequence_id]:
+            for table in self.kv.tables[sequence.sequence_id]:
                 holders = sum(
                     table[index] is block
-                    for tables in self.kv._tables.values()
+                    for tables in self.kv.tables.values()
                     for other in tables
                     for block in other[index : index + 1]
                 )

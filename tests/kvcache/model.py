@@ -111,5 +111,5 @@ def snapshot(kv: KVCacheManager) -> tuple:
         (free_ids(pool), [(block.ref_count, block.block_hash) for block in pool.blocks], pool.num_freed)
         for pool in (kv.pool, kv.host.pool)
     ]
-    tables = {name: [table.copy() for table in tables] for name, tables in kv._tables.items()}
+    tables = {name: [table.copy() for table in tables] for name, tables in kv.tables.items()}
     return pools, tables, list(kv.transfers)

@@ -165,4 +165,4 @@ def test_windows_and_groups_are_swapped_with_their_holes():
     kv.swap_in([a])
     kv.check_integrity()
     assert kv.num_allocated_blocks([a]) == held
-    assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, False, False]
+    assert [block is NULL_BLOCK for block in kv.tables["a"][1]] == [True, True, False, False]

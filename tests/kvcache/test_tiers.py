@@ -180,7 +180,7 @@ def saved(kv: KVCacheManager, token_ids: list[int]) -> None:
 
 def load_all(kv: KVCacheManager, token_ids: list[int], succeeded: bool = True) -> list[int]:
     kv.start_step()
-    started = kv.start_loads(kv.find_prefix(Sequence("loads", token_ids)))
+    started = kv.loads.start(kv.find_prefix(Sequence("loads", token_ids)).loads)
     for block_id in started:
         kv.check_integrity()
         kv.finish_load(block_id, succeeded)
@@ -257,11 +257,11 @@ def test_a_record_is_offered_loaded_and_hit():
     hit = kv.find_prefix(b)
     assert (hit.num_tokens, hit.loading) == (0, False)
     assert hit.loads == [TierHit(kv.disk, each) for each in b.block_hashes[:2]]
-    started = kv.start_loads(hit)
+    started = kv.loads.start(hit.loads)
     _, _, loads = take(kv)
     assert [load.block_id for load in loads] == started
     assert [BlockHeader.decode(load.header).block_hash for load in loads] == b.block_hashes[:2]
-    assert kv.num_loading == 2
+    assert len(kv.loads) == 2
     kv.check_integrity()
     again = kv.find_prefix(Sequence("c", list(range(9))))
     assert (again.num_tokens, again.loads, again.loading) == (0, [], True)
@@ -269,7 +269,7 @@ def test_a_record_is_offered_loaded_and_hit():
         kv.finish_load(block_id, succeeded=True)
     kv.check_integrity()
     hit = kv.find_prefix(b)
-    assert (hit.num_tokens, hit.loads, hit.loading, kv.num_loading) == (8, [], False, 0)
+    assert (hit.num_tokens, hit.loads, hit.loading, len(kv.loads)) == (8, [], False, 0)
     assert kv.allocate_slots(b, 1, hit) is not None
     assert table(kv, b)[:2] == started
 
@@ -298,7 +298,7 @@ def test_a_damaged_record_in_the_middle_ends_the_hit_there():
     kv = disk_manager()
     saved(kv, list(range(13)))
     kv.start_step()
-    first, second, third = kv.start_loads(kv.find_prefix(Sequence("b", list(range(13)))))
+    first, second, third = kv.loads.start(kv.find_prefix(Sequence("b", list(range(13)))).loads)
     kv.finish_load(third, True)
     kv.finish_load(second, False)
     kv.finish_load(first, True)
@@ -314,13 +314,13 @@ def test_loads_are_limited_by_the_free_blocks():
     kv.start_step()
     hit = kv.find_prefix(Sequence("b", list(range(13))))
     assert len(hit.loads) == 3
-    started = kv.start_loads(hit)
+    started = kv.loads.start(hit.loads)
     assert len(started) == 2
     assert kv.pool.num_free == 0
     kv.check_integrity()
     rest = kv.find_prefix(Sequence("c", list(range(13))))
     assert (rest.loads, rest.loading) == (hit.loads[2:], True)
-    assert kv.start_loads(rest) == []
+    assert kv.loads.start(rest.loads) == []
 
 
 def test_a_record_dropped_for_a_newer_one_while_it_is_loading_does_no_harm():
@@ -328,7 +328,7 @@ def test_a_record_dropped_for_a_newer_one_while_it_is_loading_does_no_harm():
     kv = disk_manager(4, num_records=1)
     saved(kv, [0, 1, 2, 3])
     kv.start_step()
-    (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4])))
+    (block_id,) = kv.loads.start(kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4])).loads)
     saved(kv, [50, 51, 52, 53])
     kv.finish_load(block_id, succeeded=False)
     kv.check_integrity()
@@ -347,9 +347,9 @@ def test_a_load_that_makes_room_for_itself_by_dropping_its_own_record_is_not_beg
     take(kv)
     hit = kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4]))
     assert len(hit.loads) == 1
-    assert kv.start_loads(hit) == []
+    assert kv.loads.start(hit.loads) == []
     kv.check_integrity()
-    assert (kv.pool.num_free, kv.num_loading) == (1, 0)
+    assert (kv.pool.num_free, len(kv.loads)) == (1, 0)
     _, saves, loads = take(kv)
     assert ([BlockHeader.decode(save.header).block_hash for save in saves], loads) == ([x.block_hashes[0]], [])
 
@@ -358,7 +358,7 @@ def test_a_block_computed_while_its_record_was_loading_keeps_its_name():
     kv = disk_manager()
     saved(kv, list(range(5)))
     kv.start_step()
-    (block_id,) = kv.start_loads(kv.find_prefix(Sequence("b", list(range(5)))))
+    (block_id,) = kv.loads.start(kv.find_prefix(Sequence("b", list(range(5)))).loads)
     c = Sequence("c", list(range(5)))
     start(kv, c)
     kv.finish_load(block_id, succeeded=True)
@@ -375,7 +375,7 @@ def test_a_reset_forgets_records_and_what_is_being_read():
     kv.free(a)  # not saved yet
     take(kv)
     hit = kv.find_prefix(Sequence("b", list(range(9))))
-    started = kv.start_loads(hit)
+    started = kv.loads.start(hit.loads)
     kv.reset_prefix_cache()
     for block_id in started:
         kv.finish_load(block_id, succeeded=True)
@@ -384,7 +384,7 @@ def test_a_reset_forgets_records_and_what_is_being_read():
     for tokens in (list(range(9)), list(range(50, 59))):
         hit = kv.find_prefix(Sequence("c", tokens))
         assert (hit.num_tokens, hit.loads, hit.loading) == (0, [], False)
-    assert (kv.pool.num_free, len(kv.disk), kv.num_loading) == (8, 0, 0)
+    assert (kv.pool.num_free, len(kv.disk), len(kv.loads)) == (8, 0, 0)
     kv.check_integrity()
 
 

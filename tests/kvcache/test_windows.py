@@ -27,7 +27,7 @@ def test_blocks_behind_the_window_are_given_back_as_decoding_goes_on():
         held.append(kv.num_allocated_blocks([a]))
     assert held == [3, 2, 2, 2, 3, 2, 2, 2, 3, 2, 2, 2]
     assert len(table(kv, a)) == 5  # the table keeps its length
-    assert [block is NULL_BLOCK for block in kv._tables["a"][0]] == [True, True, True, False, False]
+    assert [block is NULL_BLOCK for block in kv.tables["a"][0]] == [True, True, True, False, False]
     assert max(held) <= kv.num_blocks_for(20)
 
 
@@ -37,7 +37,7 @@ def test_only_windowed_groups_give_blocks_back():
     start(kv, a)
     grow(kv, a, *range(8, 17))
     assert kv.num_allocated_blocks([a]) == 5 + 2
-    assert [block is NULL_BLOCK for block in kv._tables["a"][1]] == [True, True, True, False, False]
+    assert [block is NULL_BLOCK for block in kv.tables["a"][1]] == [True, True, True, False, False]
     assert NULL_BLOCK.ref_count == 0
 
 

@@ -159,15 +159,6 @@ def test_a_group_that_outgrows_the_pool_fails_alone(classic, request_of):
     assert [r.tokens[name] for name in "ac"] == [r.expected(name)[0] for name in "ac"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"policy": "lpm"}, {"long_prefill_token_threshold": 4}, {"delay_factor": -1.0}, {"delay_factor": float("nan")}],
-)
-def test_options_it_has_no_use_for_are_refused(classic, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        classic(**options)
-
-
 # ---- preemption ----
 
 

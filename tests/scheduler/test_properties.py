@@ -171,7 +171,7 @@ class RandomLoad:
         ]
         left = {r.request_id: [s.sequence_id for s in r.sequences if s.num_uncomputed_tokens == 1] for r in whole}
         num_others = sum(len(r.sequences) for r in live_before if r not in whole)
-        loading = scheduler.kv.num_loading
+        loading = len(scheduler.kv.loads)
         plan = self.step_unchecked()
         names = set(plan.num_scheduled_tokens)
         decodes = {name for names in left.values() for name in names}

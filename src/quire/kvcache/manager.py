@@ -13,10 +13,10 @@ runs, are only taken of what earlier steps computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.kvcache.block_hash import BlockHasher, CacheSalt, hash_of_group
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.layerwise import STREAMED_TOKENS, LayerwiseBlocks
@@ -87,7 +87,11 @@ class KVCacheManager:
         num_disk_records, stored: room on disk, and what is there already: (slot, header).
         hasher: None draws a random key.
 
-    Raises `ConfigError` for a pool without blocks, or blocks without tokens.
+    Attributes:
+        tables: block tables by sequence id, to be read only; `NULL_BLOCK` stands where a window has moved on.
+        swapped_tables: the same of swapped sequences; the blocks are the host's.
+        loads: device blocks that are being loaded from asynchronous tiers.
+        transfers: of the step being planned, in the order decided.
     """
 
     def __init__(
@@ -107,15 +111,12 @@ class KVCacheManager:
         stored: Iterable[tuple[int, bytes]] = (),
         hasher: BlockHasher | None = None,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
         self.block_size = block_size
         self.windows = list(windows)
         self._has_single_table = self.windows == [None]
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.transfers: list[BlockTransfer] = []  # of the step being planned, in the order decided
+        self.transfers: list[BlockTransfer] = []
         self.tree = PrefixTree()
         self.pool = BlockPool(
             num_blocks,
@@ -130,15 +131,15 @@ class KVCacheManager:
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
-        self._tables: dict[str, BlockTables] = {}
+        self.tables: dict[str, BlockTables] = {}
         # Entries (group, index, block id) of tables that were replaced and that the worker does not know of yet; it
         # reads no table of a sequence that computes nothing.
         self._replaced: dict[str, list[tuple[int, int, int]]] = {}
         self.layerwise = LayerwiseBlocks(
-            self.pool, self.transfers, self._tables, self._replaced, streamed_tokens // block_size
+            self.pool, self.transfers, self.tables, self._replaced, streamed_tokens // block_size
         )
-        self._swapped: dict[str, BlockTables] = {}  # the same, of blocks in the host's pool
-        self._loads = AsyncLoads(self.pool)
+        self.swapped_tables: dict[str, BlockTables] = {}
+        self.loads = AsyncLoads(self.pool)
         self._uncacheable: set[str] = set()  # sequences that had blocks when the prefix cache was reset
         self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
@@ -160,16 +161,16 @@ class KVCacheManager:
 
     def block_ids(self, sequence_id: str) -> list[list[int]]:
         """Return the block tables of a sequence, one for each group of layers; empty ones if it has no blocks."""
-        tables = self._tables.get(sequence_id)
+        tables = self.tables.get(sequence_id)
         return [[block.block_id for block in table] for table in tables] if tables else [[] for _ in self.windows]
 
     def has_blocks(self, sequence: CachedSequence) -> bool:
         """Whether `sequence` has block tables."""
-        return sequence.sequence_id in self._tables
+        return sequence.sequence_id in self.tables
 
     def num_allocated_blocks(self, sequences: Iterable[CachedSequence], *, swapped: bool = False) -> int:
         """Return how many device blocks, or host blocks, these sequences have together; shared ones count once."""
-        tables = self._swapped if swapped else self._tables
+        tables = self.swapped_tables if swapped else self.tables
         return len(_unique(tables.get(sequence.sequence_id, []) for sequence in sequences))
 
     # ---- steps ----
@@ -215,7 +216,7 @@ class KVCacheManager:
 
     def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
         """Note what the asynchronous tiers could add to `hit`."""
-        loading = self._loads.block_hashes()
+        loading = self.loads.block_hashes()
 
         def lookup(group: int, index: int) -> CachedBlock | None:
             block_hash = self._block_hash(sequence, index, group)
@@ -250,9 +251,9 @@ class KVCacheManager:
         Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
         but share neither these nor what they add to them.
         """
-        self._uncacheable.update(self._tables, self._swapped)
+        self._uncacheable.update(self.tables, self.swapped_tables)
         self._unstored.clear()
-        self._loads.forget()
+        self.loads.forget()
         self.host.clear()
         for tier in self._async_tiers:
             tier.clear()
@@ -265,7 +266,7 @@ class KVCacheManager:
 
         Then nothing need be allocated for it, and nothing registered.
         """
-        tables = self._tables.get(sequence.sequence_id)
+        tables = self.tables.get(sequence.sequence_id)
         if tables is None or self._replaced or not self._has_single_table:
             return False
         start, size = sequence.num_computed_tokens, self.block_size
@@ -287,7 +288,7 @@ class KVCacheManager:
         """
         size = self.block_size
         start = sequence.num_computed_tokens
-        tables = self._tables.get(sequence.sequence_id)
+        tables = self.tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
         end = start + num_new_tokens
@@ -299,7 +300,7 @@ class KVCacheManager:
         if num_needed + num_touched + num_loaded + num_reserved_blocks > self.pool.num_free:
             return None
         if tables is None:
-            tables = self._tables[sequence.sequence_id] = [[] for _ in self.windows]
+            tables = self.tables[sequence.sequence_id] = [[] for _ in self.windows]
         replaced = self._replaced.pop(sequence.sequence_id, [])
         replaced += [self._copy_on_write(tables, group, start // size) for group in shared]
         if self._deduplicates and start and start % size == 0 and hit is None:
@@ -402,7 +403,7 @@ class KVCacheManager:
 
         To be called when tokens became final after slots were allocated for them.
         """
-        tables = self._tables.get(sequence.sequence_id)
+        tables = self.tables.get(sequence.sequence_id)
         if tables is not None:
             self._register(sequence, tables, start, sequence.num_computed_tokens)
 
@@ -444,8 +445,8 @@ class KVCacheManager:
         """Return how many blocks one more token of each takes, after freeing what is out of windows."""
         for sequence in sequences:
             position = min(sequence.num_computed_tokens, len(sequence.token_ids))
-            self._free_out_of_window(self._tables.get(sequence.sequence_id, []), position)
-        return self._num_blocks_to_advance(sequences, self._tables)
+            self._free_out_of_window(self.tables.get(sequence.sequence_id, []), position)
+        return self._num_blocks_to_advance(sequences, self.tables)
 
     def _num_blocks_to_advance(self, sequences: Iterable[CachedSequence], tables: Mapping[str, BlockTables]) -> int:
         """Return how many new blocks one more token of each sequence with tokens left takes, given these block tables.
@@ -470,9 +471,9 @@ class KVCacheManager:
 
     def fork(self, parent: CachedSequence, child: CachedSequence) -> None:
         """Let `child` share all blocks of `parent`; the last one is copied when either writes to it."""
-        tables = self._tables[parent.sequence_id]
+        tables = self.tables[parent.sequence_id]
         self.pool.touch(_blocks(tables))
-        self._tables[child.sequence_id] = [list(table) for table in tables]
+        self.tables[child.sequence_id] = [list(table) for table in tables]
         if parent.sequence_id in self._replaced:  # the worker will copy the parent's table as it knows it
             self._replaced[child.sequence_id] = self._replaced[parent.sequence_id].copy()
         if parent.sequence_id in self._uncacheable:
@@ -480,19 +481,19 @@ class KVCacheManager:
 
     def swap_out(self, sequences: Sequence[CachedSequence]) -> bool:
         """Move all blocks of `sequences` to the host's pool, shared ones once; False if there is no room."""
-        blocks = _unique(self._tables.get(sequence.sequence_id, []) for sequence in sequences)
+        blocks = _unique(self.tables.get(sequence.sequence_id, []) for sequence in sequences)
         if not blocks or len(blocks) > self.host.pool.num_free:
             return False
         moved = dict(zip(blocks, self.host.swap_out(blocks.values()), strict=True))
         swapped = {
-            sequence.sequence_id: _substitute(self._tables[sequence.sequence_id], moved)
+            sequence.sequence_id: _substitute(self.tables[sequence.sequence_id], moved)
             for sequence in sequences
-            if sequence.sequence_id in self._tables
+            if sequence.sequence_id in self.tables
         }
         uncacheable = self._uncacheable.intersection(swapped)
         for sequence in sequences:
             self.free(sequence)
-        self._swapped |= swapped
+        self.swapped_tables |= swapped
         self._uncacheable |= uncacheable
         # A host block has one reference for each table that holds it, like any other; it was taken with one.
         for tables in swapped.values():
@@ -505,22 +506,24 @@ class KVCacheManager:
 
         Where the pool has not so many, those that are not needed yet do not count.
         """
-        tables = [self._swapped[s.sequence_id] for s in sequences if s.sequence_id in self._swapped]
+        tables = [self.swapped_tables[s.sequence_id] for s in sequences if s.sequence_id in self.swapped_tables]
         num_swapped = len(_unique(tables))
         if num_swapped + len(tables) * len(self.windows) <= self.pool.num_blocks:
             return num_swapped + len(tables) * len(self.windows)
-        return num_swapped + self._num_blocks_to_advance(sequences, self._swapped)
+        return num_swapped + self._num_blocks_to_advance(sequences, self.swapped_tables)
 
     def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
         """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""
-        swapped = [(s, self._swapped.pop(s.sequence_id)) for s in sequences if s.sequence_id in self._swapped]
+        swapped = [
+            (s, self.swapped_tables.pop(s.sequence_id)) for s in sequences if s.sequence_id in self.swapped_tables
+        ]
         sources = _unique(tables for _, tables in swapped)
         # All at once: what they held goes out before anything comes in, so that the worker moves each in one batch.
         moved = dict(zip(sources, self.pool.get_new_blocks(len(sources)), strict=True))
         for block_id, source in sources.items():
             self.host.swap_in(source, moved[block_id])
         for sequence, host_tables in swapped:
-            tables = self._tables[sequence.sequence_id] = _substitute(host_tables, moved)
+            tables = self.tables[sequence.sequence_id] = _substitute(host_tables, moved)
             self.host.pool.free(_blocks(host_tables))
             self.pool.touch(_blocks(tables))
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
@@ -531,10 +534,10 @@ class KVCacheManager:
 
         With `forget` their content cannot be found any more: it is known to be bad. Having no blocks is no error.
         """
-        swapped = self._swapped.pop(sequence.sequence_id, None)
+        swapped = self.swapped_tables.pop(sequence.sequence_id, None)
         if swapped is not None:
             self.host.pool.free(_blocks(reversed(table) for table in swapped))
-        tables = self._tables.pop(sequence.sequence_id, None)
+        tables = self.tables.pop(sequence.sequence_id, None)
         if tables is None:
             self._uncacheable.discard(sequence.sequence_id)
             return
@@ -589,21 +592,9 @@ class KVCacheManager:
 
     # ---- asynchronous tiers ----
 
-    def start_loads(self, hit: PrefixHit, num_reserved_blocks: int = 0) -> list[int]:
-        """Begin `hit.loads`, as many as there are free blocks for; return the ids of these.
-
-        `num_reserved_blocks` remain free.
-        """
-        return self._loads.start(hit.loads, num_reserved_blocks)
-
     def finish_load(self, block_id: int, succeeded: bool) -> None:
         """Note that a load has ended; the tokens of one that failed are computed again."""
-        self._loads.finish(block_id, succeeded, self._step - 1)
-
-    @property
-    def num_loading(self) -> int:
-        """Blocks that are being loaded."""
-        return len(self._loads.block_ids)
+        self.loads.finish(block_id, succeeded, self._step - 1)
 
     def store_all(self) -> None:
         """Store everything worth keeping in the asynchronous tiers, before the engine ends."""
@@ -622,41 +613,22 @@ class KVCacheManager:
 
     # ---- views ----
 
-    def num_tables(self) -> int:
-        """Sequences that hold device blocks."""
-        return len(self._tables)
-
-    @property
-    def tables(self) -> Mapping[str, BlockTables]:
-        """Block tables by sequence id, to be read only; `NULL_BLOCK` stands where a window has moved on."""
-        return self._tables
-
-    @property
-    def swapped_tables(self) -> Mapping[str, BlockTables]:
-        """The same of swapped sequences; the blocks are the host's."""
-        return self._swapped
-
-    @property
-    def loading_ids(self) -> Set[int]:
-        """Ids of the device blocks that are being loaded from asynchronous tiers."""
-        return self._loads.block_ids
-
     def check_integrity(self) -> None:
         """Raise `QuireError` on a broken invariant of tables, references, free queues, or hash maps; O(blocks)."""
         counts = [0] * self.pool.num_blocks
-        for sequence_id, tables in self._tables.items():
+        for sequence_id, tables in self.tables.items():
             for table in tables:
                 ids = [block.block_id for block in table if block is not NULL_BLOCK]
                 if not table or len(set(ids)) != len(ids):
                     raise QuireError(f"block table of {sequence_id!r} is empty or holds a block twice")
                 for block_id in ids:
                     counts[block_id] += 1
-        for block_id in self._loads.block_ids:
+        for block_id in self.loads.block_ids:
             counts[block_id] += 1
         self.pool.check_integrity(counts)
         self.layerwise.check_integrity()
         host_counts = [0] * self.host.pool.num_blocks
-        for tables in self._swapped.values():
+        for tables in self.swapped_tables.values():
             for block in _blocks(tables):
                 host_counts[block.block_id] += 1
         self.host.pool.check_integrity(host_counts)

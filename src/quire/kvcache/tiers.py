@@ -278,6 +278,9 @@ class AsyncLoads:
         self._pool = pool
         self._loads: dict[int, _Load] = {}
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
     @property
     def block_ids(self) -> Set[int]:
         """The blocks that are being loaded."""
@@ -287,7 +290,7 @@ class AsyncLoads:
         """Return the hashes of what they are being loaded with."""
         return {load.header.block_hash for load in self._loads.values() if load.header is not None}
 
-    def start(self, hits: Iterable[TierHit], num_reserved_blocks: int) -> list[int]:
+    def start(self, hits: Iterable[TierHit], num_reserved_blocks: int = 0) -> list[int]:
         """Begin to load, as much as there are free blocks for beyond the reserved ones; return the device block ids."""
         started = []
         for tier, block_hash in hits:

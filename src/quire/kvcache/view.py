@@ -30,7 +30,7 @@ def describe_pools(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[
     Args:
         num_computed: for each sequence that has blocks, how many tokens are computed in them.
     """
-    device = Counter(_state(block, kv.loading_ids) for block in kv.pool.blocks)
+    device = Counter(_state(block, kv.loads.block_ids) for block in kv.pool.blocks)
     host = Counter(_state(block) for block in kv.host.pool.blocks)
     return {
         "block_size": kv.block_size,
@@ -59,7 +59,7 @@ def _tier(kv: KVCacheManager, tier: str) -> tuple[BlockPool, Tables, Set[int]]:
     """Return the pool of a tier, the block tables in it, and the ids of blocks that are being loaded."""
     if tier == "host":
         return kv.host.pool, kv.swapped_tables, frozenset()
-    return kv.pool, kv.tables, kv.loading_ids
+    return kv.pool, kv.tables, kv.loads.block_ids
 
 
 def _waste(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from quire.errors import ConfigError, echo
 from quire.kvcache.manager import UNCHANGED, KVCacheManager
 from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.in_flight import InFlight
@@ -21,7 +20,6 @@ from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSeque
 WINDOW = 32  # most waiting requests considered in a step; bounds its cost
 ADAPTER_WINDOWS = 8  # so many times as many are considered where some wait for room for their adapter
 ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
-PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 class PlanBuilder:
@@ -88,8 +86,6 @@ class Admission:
     Attributes:
         requests: the live requests. stats: counters, which the scheduler owns.
         max_tokens_per_sequence: most tokens one sequence may take of a step's budget.
-
-    Raises `ConfigError` naming the option.
     """
 
     def __init__(
@@ -106,21 +102,6 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         max_loras: int = 0,
     ) -> None:
-        for name, value, low in (
-            ("max_model_len", max_model_len, 1),
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
-        ):
-            if value < low:
-                raise ConfigError(f"{name} must be at least {low}, got {echo(value)}", param=name)
-        if not 0.0 <= watermark < 1.0:
-            raise ConfigError(f"watermark must be at least 0 and below 1, got {echo(watermark)}", param="watermark")
-        if preemption_mode not in PREEMPTION_MODES:
-            allowed = ", ".join(PREEMPTION_MODES)
-            raise ConfigError(
-                f"preemption_mode must be one of {allowed}, got {echo(preemption_mode)}", param="preemption_mode"
-            )
         self.kv = kv
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -434,7 +415,7 @@ class Admission:
         num_reserved = 0
         if self.requests.running:
             num_reserved = self.requests.num_reserved_slots * len(self.kv.windows) + self.watermark_blocks
-        request.loading = set(self.kv.start_loads(hit, num_reserved))
+        request.loading = set(self.kv.loads.start(hit.loads, num_reserved))
         if not request.loading:
             return False
         request.num_disk_tokens = len(request.loading) // len(self.kv.windows) * self.kv.block_size
@@ -460,7 +441,7 @@ class Admission:
         kv, requests, budget = self.kv, self.requests, self.max_num_batched_tokens
         num_groups, num_free, size = len(kv.windows), kv.pool.num_free, kv.block_size
         num_running = requests.num_reserved_slots
-        if kv.num_tables() == num_running and num_groups * (budget // size + 2 * num_running) <= num_free:
+        if len(kv.tables) == num_running and num_groups * (budget // size + 2 * num_running) <= num_free:
             return True
         needed = 0
         for request in requests.running:

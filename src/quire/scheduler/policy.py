@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.errors import ConfigError, echo
 from quire.scheduler.request import Request
 
 
@@ -98,18 +97,8 @@ class FairPolicy(Policy):
             self._next = {tenant: tag for tenant, tag in self._next.items() if tag > self._now}
 
 
-POLICIES = ("fcfs", "priority", "lpm", "fair")
-
-
 def make_policy(name: str, *, ageing: float = 0.0, weights: Mapping[str, float] | None = None) -> Policy:
-    """Return the policy called `name`, one of POLICIES; see `PriorityPolicy` and `FairPolicy` for the others.
-
-    Raises `ConfigError` for another name.
-    """
-    if name not in POLICIES:
-        raise ConfigError(
-            f"scheduling_policy must be one of {', '.join(POLICIES)}, got {echo(name)}", param="scheduling_policy"
-        )
+    """Return a policy by its name in `scheduling_policy`; see `PriorityPolicy` and `FairPolicy` for the others."""
     if name == "priority":
         return PriorityPolicy(ageing)
     if name == "fair":

@@ -12,7 +12,6 @@ from __future__ import annotations
 from enum import IntEnum
 from functools import partial
 
-from quire.errors import ConfigError, echo
 from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.admission import WINDOW, Admission, PlanBuilder
 from quire.scheduler.in_flight import ScheduledStep
@@ -33,20 +32,9 @@ class PrefillFirstPlanner:
     Args:
         delay_factor: new prompts wait until the first of them has waited for so many times the duration of the last
             step that computed prompts; 0 lets them in at once.
-
-    Raises `ConfigError` for options that it has no use for: prompts are never cut, and only one order is kept.
     """
 
     def __init__(self, admission: Admission, *, delay_factor: float = 0.0) -> None:
-        if not delay_factor >= 0.0:
-            raise ConfigError(f"delay_factor must be at least 0, got {echo(delay_factor)}", param="delay_factor")
-        if admission.long_prefill_token_threshold:
-            raise ConfigError(
-                "long_prefill_token_threshold needs scheduler unified; prefill-first never cuts prompts",
-                param="long_prefill_token_threshold",
-            )
-        if admission.policy.longest_prefix_first:
-            raise ConfigError("scheduling_policy lpm needs scheduler unified", param="scheduling_policy")
         self.admission = admission
         self.delay_factor = delay_factor
         self._kv, self._requests = admission.kv, admission.requests

@@ -122,7 +122,7 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         """Whether there is work: outputs to come, sequences to remove from the worker, or transfers."""
-        return bool(self.has_requests() or self.requests.finished_ids or self.kv.num_loading or self.kv.transfers)
+        return bool(self.has_requests() or self.requests.finished_ids or self.kv.loads or self.kv.transfers)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
@@ -139,7 +139,7 @@ class Scheduler:
         finished_ids, self.requests.finished_ids = self.requests.finished_ids, []
         forks, self.requests.forks = self.requests.forks, []
         # Nobody waits for the disk while a step is in flight: its own result comes first.
-        waits_for_loads = not self._in_flight and self.kv.num_loading > 0
+        waits_for_loads = not self._in_flight and len(self.kv.loads) > 0
         output = plan.finish(finished_ids, forks, self.kv.take_transfers(), waits_for_loads=waits_for_loads)
         self._stats.num_steps += output.total_num_scheduled_tokens > 0
         self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
@@ -459,8 +459,8 @@ class Scheduler:
                     sequence.num_tentative_tokens > num_drafts and sequence not in self._in_flight
                 ):
                     raise QuireError(f"{sequence!r} has {sequence.num_tentative_tokens} tentative tokens")
-        if self.kv.num_tables() != num_tables:
-            raise QuireError(f"{self.kv.num_tables()} block tables for {num_tables} running sequences")
+        if len(self.kv.tables) != num_tables:
+            raise QuireError(f"{len(self.kv.tables)} block tables for {num_tables} running sequences")
         self.kv.check_integrity()
 
 
@@ -486,7 +486,7 @@ def create_scheduler(
     """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
 
     `tier_options` are those of `KVCacheManager` that the config does not say, the others as for `Admission`,
-    `UnifiedPlanner` and `Scheduler`. Raises `ConfigError` naming the option.
+    `UnifiedPlanner` and `Scheduler`.
     """
     cache, options = config.cache, config.scheduler
     kv = KVCacheManager(
