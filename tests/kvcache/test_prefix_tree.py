@@ -8,7 +8,7 @@ import pytest
 
 from quire.kvcache.block_pool import Block
 from quire.kvcache.prefix_cache import MOST_CHILDREN, PrefixTree, common_length
-from quire.kvcache.view import draw_prefixes, prefix_nodes
+from quire.kvcache.view import describe_prefixes, draw_prefixes
 from tests.kvcache.model import Sequence, fork, grow, manager, start
 
 
@@ -120,35 +120,18 @@ def test_runs_without_branches_are_one_node():
         block(5, "a", "b", 3, 4),  # the same content twice
         Block(6),  # no content
     ]
-    nodes = prefix_nodes(blocks)
-    assert [(node.depth, node.parent, [each.block_id for each in node.blocks], node.num_in_use) for node in nodes] == [
+    nodes = describe_prefixes(blocks, tokens=True)["nodes"]
+    assert [(node["depth"], node["parent"], node["block_ids"], node["in_use"]) for node in nodes] == [
         (0, None, [0, 1], 1),
         (1, 0, [2], 1),
         (1, 0, [3], 0),
         (0, None, [4], 0),
     ]
-    assert [node.token_ids for node in nodes] == [[1, 2, 3, 4], [5, 6], [7], [8, 9]]
+    assert [node["token_ids"] for node in nodes] == [[1, 2, 3, 4], [5, 6], [7], [8, 9]]
+    assert draw_prefixes(describe_prefixes([])) == ""
 
 
-def test_the_tree_is_drawn_with_a_line_for_each_node():
-    blocks = [
-        block(0, "", "a", 1, 2, 3, 4, ref_count=1),
-        block(1, "a", "b", 5, 6, 7, 8),
-        block(2, "b", "c", 9, 10),
-        block(3, "b", "d", 11),
-        block(4, "x", "y", 42),
-    ]
-    assert draw_prefixes(blocks, num_tokens=3).splitlines() == [
-        "8 tokens in 2 blocks, 1 in use: 1 2 3 ...",
-        "  2 tokens in 1 blocks, 0 in use: 9 10",
-        "  1 tokens in 1 blocks, 0 in use: 11",
-        "1 tokens in 1 blocks, 0 in use: 42",
-    ]
-    assert draw_prefixes(blocks).splitlines()[1] == "  2 tokens in 1 blocks, 0 in use"
-    assert draw_prefixes([]) == ""
-
-
-def test_the_managers_blocks_are_drawn_as_forks_made_them():
+def test_the_managers_blocks_are_described_as_forks_made_them():
     kv = manager(prefix_match_unit=1)
     a = Sequence("a", list(range(6)))
     start(kv, a)
@@ -156,23 +139,9 @@ def test_the_managers_blocks_are_drawn_as_forks_made_them():
     grow(kv, a, 6, 7)
     grow(kv, b, 60, 70, 80)
     kv.free(b)
-    assert draw_prefixes(kv.pool.blocks, num_tokens=8).splitlines() == [
-        "4 tokens in 1 blocks, 1 in use: 0 1 2 3",
-        "  5 tokens in 2 blocks, 0 in use: 4 5 60 70 80",
-        "  4 tokens in 1 blocks, 1 in use: 4 5 6 7",
+    nodes = describe_prefixes(kv.pool.blocks, tokens=True)["nodes"]
+    assert [(node["depth"], node["blocks"], node["in_use"], node["token_ids"]) for node in nodes] == [
+        (0, 1, 1, [0, 1, 2, 3]),
+        (1, 2, 0, [4, 5, 60, 70, 80]),
+        (1, 1, 1, [4, 5, 6, 7]),
     ]
-
-
-@pytest.mark.parametrize("branching", [False, True])
-def test_a_chain_of_thousands_of_blocks_is_no_problem(branching: bool):
-    """With branches after every block the tree is as deep as the chain is long."""
-    depth = 20_000
-    blocks = []
-    for number in range(depth):
-        blocks.append(block(2 * number, f"n{number - 1}", f"n{number}", 1))
-        if branching:
-            blocks.append(block(2 * number + 1, f"n{number - 1}", f"m{number}", 2))
-    nodes = prefix_nodes(blocks)
-    assert sum(len(node.blocks) for node in nodes) == len(blocks)
-    assert len(nodes) == (2 * depth if branching else 1)
-    assert max(node.depth for node in nodes) == (depth - 1 if branching else 0)

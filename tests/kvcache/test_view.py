@@ -47,26 +47,26 @@ def small_tree() -> tuple[KVCacheManager, dict[str, int]]:
 
 
 def test_a_known_tree_is_drawn_as_it_is() -> None:
-    kv, _ = small_tree()
-    assert draw_prefixes(kv.pool.blocks) == (
+    blocks = small_tree()[0].pool.blocks
+    assert draw_prefixes(describe_prefixes(blocks)) == (
         "8 tokens in 2 blocks, 2 in use\n"
         "  4 tokens in 1 blocks, 1 in use\n"
         "  8 tokens in 2 blocks, 2 in use\n"
         "  4 tokens in 1 blocks, 0 in use\n"
         "4 tokens in 1 blocks, 1 in use"
     )
-    assert draw_prefixes(kv.pool.blocks, num_tokens=8).splitlines()[:3] == [
+    tree = describe_prefixes(blocks, limit=2, tokens=True)
+    assert draw_prefixes(tree).splitlines() == [
         "8 tokens in 2 blocks, 2 in use: 1 2 3 4 5 6 7 8",
         "  4 tokens in 1 blocks, 1 in use: 10 11 12 13",
-        "  8 tokens in 2 blocks, 2 in use: 20 21 22 23 24 25 26 27",
+        "and 3 more",
     ]
-    assert draw_prefixes(kv.pool.blocks, num_tokens=2).splitlines()[0].endswith(": 1 2 ...")
-    assert draw_prefixes(kv.pool.blocks, limit=1) == "8 tokens in 2 blocks, 2 in use\nand 4 more"
+    assert draw_prefixes(tree, num_tokens=2).splitlines()[0].endswith(": 1 2 ...")
 
 
 def test_the_tree_as_a_list_says_who_is_below_whom() -> None:
     kv, _ = small_tree()
-    tree = describe_prefixes(kv)
+    tree = describe_prefixes(kv.pool.blocks)
     assert (tree["num_roots"], tree["num_nodes"], tree["num_tokens"]) == (2, 5, 28)
     assert [(node["depth"], node["parent"], node["tokens"], node["in_use"]) for node in tree["nodes"]] == [
         (0, None, 8, 2),
@@ -77,7 +77,7 @@ def test_the_tree_as_a_list_says_who_is_below_whom() -> None:
     ]
     assert tree["nodes"][0]["block_ids"] == kv.block_ids("one")[0][:2]
     assert not any("token_ids" in node for node in tree["nodes"])
-    shorter = describe_prefixes(kv, limit=2, tokens=True)
+    shorter = describe_prefixes(kv.pool.blocks, limit=2, tokens=True)
     assert [node["token_ids"] for node in shorter["nodes"]] == [[1, 2, 3, 4, 5, 6, 7, 8], [10, 11, 12, 13]]
     assert shorter["num_nodes"] == 5
 
@@ -89,7 +89,7 @@ def test_a_tree_may_be_deeper_than_python_recurses() -> None:
             block = Block(len(blocks))
             block.block_hash, block.parent_hash, block.token_ids = name, b"%d" % depth, [depth]
             blocks.append(block)
-    lines = draw_prefixes(blocks, limit=10_000).splitlines()
+    lines = draw_prefixes(describe_prefixes(blocks, limit=10_000)).splitlines()
     assert len(lines) == 6000
     assert max(len(line) - len(line.lstrip()) for line in lines) == 2 * 2999
 

@@ -325,10 +325,8 @@ class EngineCore:
             return self._show_blocks(_convert(arguments, ShowBlocks))
         if method == "prefixes":
             show = _convert(arguments, ShowPrefixes)
-            if show.text:
-                num_tokens = 8 if show.tokens else 0
-                return {"text": draw_prefixes(self.scheduler.kv.pool.blocks, limit=show.limit, num_tokens=num_tokens)}
-            return describe_prefixes(self.scheduler.kv, limit=show.limit, tokens=show.tokens)
+            tree = describe_prefixes(self.scheduler.kv.pool.blocks, limit=show.limit, tokens=show.tokens)
+            return {"text": draw_prefixes(tree)} if show.text else tree
         if method == "timeline":
             return self.recorder.timeline(_convert(arguments, ShowTimeline))
         if method == "memory":

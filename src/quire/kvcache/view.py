@@ -68,23 +68,21 @@ def _waste(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[str, Any
     Shared blocks count once. A block is only added when the last one is full, so a sequence wastes less than a block
     for each group of layers (Kwon et al. 2023, section 4.3).
     """
-    filled: dict[int, int] = {}
-    most = 0
-    for sequence_id, tables in kv.tables.items():
-        total = num_computed.get(sequence_id, 0)
-        for table in tables:
-            most = max(most, len(table) * kv.block_size - total)
-            for index, block in enumerate(table):
-                if block is not NULL_BLOCK:
-                    count = _num_filled(total, index, kv.block_size)
-                    filled[block.block_id] = max(filled.get(block.block_id, 0), count)
-    reserved = len(filled) * kv.block_size
-    used = sum(filled.values())
+    uses = _uses(kv.tables, num_computed, range(kv.pool.num_blocks), kv.block_size)
+    reserved, filled = len(uses) * kv.block_size, sum(use.num_tokens for use in uses.values())
+    most = max(
+        (
+            len(table) * kv.block_size - num_computed.get(name, 0)
+            for name, tables in kv.tables.items()
+            for table in tables
+        ),
+        default=0,
+    )
     return {
         "reserved_slots": reserved,
-        "filled_slots": used,
-        "wasted_slots": reserved - used,
-        "most_in_a_table": most,
+        "filled_slots": filled,
+        "wasted_slots": reserved - filled,
+        "most_in_a_table": max(most, 0),
     }
 
 
@@ -192,32 +190,15 @@ def _character(row: Mapping[str, Any], block_size: int) -> str:
     return "#" if row.get("tokens", 0) == block_size else "+"
 
 
-@dataclass(slots=True)
-class PrefixNode:
-    """One edge of the radix tree over cached prefixes: a run of blocks that nothing branches off from.
+def describe_prefixes(blocks: Iterable[Block], *, limit: int = 1024, tokens: bool = False) -> dict[str, Any]:
+    """Return the radix tree over the cached prefixes in `blocks` as a list of at most `limit` nodes, depth first.
 
-    `parent` is the index of the node above in the list of all, None of a root.
-    """
+    A node is a run of blocks that nothing branches off from: `depth`, `parent` (its number in the list, None of a
+    root), how many `tokens` in how many `blocks` it has, how many of these are `in_use`, and the first `block_ids`. Of
+    equal blocks, one stands for all; a block whose prefix is no longer cached is a root of its own.
 
-    depth: int
-    parent: int | None
-    blocks: list[Block]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of all blocks."""
-        return [token_id for block in self.blocks for token_id in block.token_ids]
-
-    @property
-    def num_in_use(self) -> int:
-        """Blocks that sequences have in their tables."""
-        return sum(block.ref_count > 0 for block in self.blocks)
-
-
-def prefix_nodes(blocks: Iterable[Block]) -> list[PrefixNode]:
-    """Return the radix tree over all cached blocks, depth first; of equal blocks, one stands for all.
-
-    A block whose prefix is no longer cached is a root of its own.
+    Args:
+        tokens: whether to include the first token ids of each node.
     """
     cached: dict[bytes, Block] = {}
     for block in blocks:
@@ -226,65 +207,47 @@ def prefix_nodes(blocks: Iterable[Block]) -> list[PrefixNode]:
     children: dict[bytes, list[Block]] = {}
     for block in cached.values():
         children.setdefault(block.parent_hash, []).append(block)
-    nodes: list[PrefixNode] = []
+    rows: list[dict[str, Any]] = []
+    num_nodes = num_roots = num_tokens = 0
     # Clients choose how deep the tree is, so nothing here recurses.
     pending: list[tuple[Block, int, int | None]] = [
         (block, 0, None) for block in reversed(cached.values()) if block.parent_hash not in cached
     ]
     while pending:
         block, depth, parent = pending.pop()
-        node = PrefixNode(depth, parent, [block])
-        while len(below := children.get(node.blocks[-1].block_hash or b"", [])) == 1:
-            node.blocks += below
-        pending += [(child, depth + 1, len(nodes)) for child in reversed(below)]
-        nodes.append(node)
-    return nodes
+        run = [block]
+        while len(below := children.get(run[-1].block_hash or b"", [])) == 1:
+            run += below
+        pending += [(child, depth + 1, num_nodes) for child in reversed(below)]
+        token_ids = [token_id for block in run for token_id in block.token_ids]
+        num_nodes, num_roots, num_tokens = num_nodes + 1, num_roots + (depth == 0), num_tokens + len(token_ids)
+        if len(rows) < limit:
+            row: dict[str, Any] = {
+                "depth": depth,
+                "parent": parent,
+                "tokens": len(token_ids),
+                "blocks": len(run),
+                "in_use": sum(block.ref_count > 0 for block in run),
+                "group": group_of_hash(run[0].block_hash or b""),
+                "block_ids": [block.block_id for block in run[:MOST_IDS]],
+            }
+            if tokens:
+                row["token_ids"] = token_ids[:MOST_TOKENS]
+            rows.append(row)
+    return {"num_roots": num_roots, "num_nodes": num_nodes, "num_tokens": num_tokens, "nodes": rows}
 
 
-def describe_prefixes(kv: KVCacheManager, *, limit: int = 1024, tokens: bool = False) -> dict[str, Any]:
-    """Return the radix tree of the device's cached prefixes as a list of at most `limit` nodes, depth first.
-
-    A node is a run of tokens that nothing branches off from: `depth`, `parent` (its number in the list, None of a
-    root), how many `tokens` in how many `blocks` it has, how many of these are `in_use`, and the first `block_ids`.
-
-    Args:
-        tokens: whether to include the first token ids of each node.
-    """
-    nodes = prefix_nodes(kv.pool.blocks)
-    rows = []
-    for node in nodes[:limit]:
-        row: dict[str, Any] = {
-            "depth": node.depth,
-            "parent": node.parent,
-            "tokens": len(node.token_ids),
-            "blocks": len(node.blocks),
-            "in_use": node.num_in_use,
-            "group": group_of_hash(node.blocks[0].block_hash or b""),
-            "block_ids": [block.block_id for block in node.blocks[:MOST_IDS]],
-        }
-        if tokens:
-            row["token_ids"] = node.token_ids[:MOST_TOKENS]
-        rows.append(row)
-    return {
-        "num_roots": sum(node.depth == 0 for node in nodes),
-        "num_nodes": len(nodes),
-        "num_tokens": sum(len(block.token_ids) for node in nodes for block in node.blocks),
-        "nodes": rows,
-    }
-
-
-def draw_prefixes(blocks: Iterable[Block], *, limit: int = 1024, num_tokens: int = 0) -> str:
-    """Return the tree of `prefix_nodes` as text, one line a node: its size, and its first `num_tokens` token ids."""
-    nodes = prefix_nodes(blocks)
+def draw_prefixes(tree: Mapping[str, Any], *, num_tokens: int = 8) -> str:
+    """Return what `describe_prefixes` returned as text, a line for each node: its size, and its first token ids."""
     lines = []
-    for node in nodes[:limit]:
-        line = f"{'  ' * node.depth}{len(node.token_ids)} tokens in {len(node.blocks)} blocks, {node.num_in_use} in use"
-        if num_tokens:
-            line += f": {' '.join(map(str, node.token_ids[:num_tokens]))}"
-            line += " ..." if len(node.token_ids) > num_tokens else ""
+    for node in tree["nodes"]:
+        line = f"{'  ' * node['depth']}{node['tokens']} tokens in {node['blocks']} blocks, {node['in_use']} in use"
+        if "token_ids" in node:
+            line += f": {' '.join(map(str, node['token_ids'][:num_tokens]))}"
+            line += " ..." if node["tokens"] > num_tokens else ""
         lines.append(line)
-    if len(nodes) > limit:
-        lines.append(f"and {len(nodes) - limit} more")
+    if tree["num_nodes"] > len(lines):
+        lines.append(f"and {tree['num_nodes'] - len(lines)} more")
     return "\n".join(lines)
 
 
