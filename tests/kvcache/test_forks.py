@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import pytest
 
 from tests.helpers.transfers import COPY
@@ -98,36 +96,6 @@ def test_a_copy_may_come_with_new_blocks():
     assert allocation == ([table(kv, b)[2:]], [(0, 1, table(kv, b)[1])])
     assert len(table(kv, b)) == 3
     kv.check_integrity()
-
-
-def test_a_chain_of_forks_copies_in_turn():
-    kv = manager()
-    a = Sequence("a", list(range(5)))
-    start(kv, a)
-    b = fork(kv, a, "b")
-    grow(kv, b, 20)
-    c = fork(kv, b, "c")
-    grow(kv, c, 30)
-    (first, second) = transfers(kv)
-    assert first == (COPY, table(kv, a)[1], table(kv, b)[1])
-    assert second == (COPY, table(kv, b)[1], table(kv, c)[1])
-
-
-@pytest.mark.parametrize("order", list(permutations(range(4)))[::5])
-@pytest.mark.parametrize("diverged", [False, True])
-def test_forks_may_be_freed_in_any_order(order: tuple[int, ...], diverged: bool):
-    kv = manager()
-    a = Sequence("a", list(range(10)))
-    start(kv, a)
-    sequences = [a] + [fork(kv, a, f"f{i}") for i in range(3)]
-    if diverged:
-        for token, sequence in enumerate(sequences):
-            grow(kv, sequence, 100 + token)
-    for index in order:
-        kv.free(sequences[index])
-        kv.check_integrity()
-    assert kv.pool.num_free == 16
-    assert cached(kv, list(range(10))) == 8
 
 
 def test_a_fork_names_what_it_fills_and_others_find_it():

@@ -92,19 +92,6 @@ def test_an_identical_prompt_hits_full_blocks_and_leaves_a_token_to_compute(leng
     assert not set(table(kv, b)[shared:]) & set(table(kv, a))
 
 
-def test_two_identical_prompts_admitted_in_one_step_share():
-    """Though nothing has been computed yet: full blocks can be hit from their allocation on."""
-    kv = manager()
-    kv.start_step()
-    a, b = Sequence("a", list(range(10))), Sequence("b", list(range(10)))
-    assert kv.allocate_slots(a, 10, kv.find_prefix(a)) is not None
-    hit = kv.find_prefix(b)
-    assert hit.num_tokens == 8
-    assert kv.allocate_slots(b, 2, hit) is not None
-    assert table(kv, a)[:2] == table(kv, b)[:2]
-    kv.check_integrity()
-
-
 def test_what_is_computed_in_this_step_is_not_copied_in_it():
     """Copies are made before the model runs."""
     kv = manager(prefix_match_unit=1)
@@ -267,16 +254,6 @@ def test_each_block_is_hashed_once_and_its_tokens_are_read_once():
 # ---- failures ----
 
 
-def test_a_failing_allocation_has_no_side_effects():
-    kv = manager(num_blocks=4)
-    start(kv, Sequence("a", list(range(9))))
-    before = snapshot(kv)
-    b = Sequence("b", list(range(100, 108)))
-    assert kv.allocate_slots(b, 8, kv.find_prefix(b)) is None
-    assert snapshot(kv) == before
-    kv.check_integrity()
-
-
 def test_a_failing_allocation_with_hits_leaves_their_references_alone():
     kv = manager(num_blocks=4)
     a = Sequence("a", list(range(9)))
@@ -290,27 +267,6 @@ def test_a_failing_allocation_with_hits_leaves_their_references_alone():
     assert kv.allocate_slots(b, 5, hit) is None
     assert snapshot(kv) == before
     assert kv.allocate_slots(b, 1, hit) is not None
-
-
-def test_a_failing_copy_on_write_has_no_side_effects():
-    kv = manager(num_blocks=2)
-    a = Sequence("a", list(range(6)))
-    start(kv, a)
-    fork(kv, a, "b")
-    before = snapshot(kv)
-    a.token_ids.append(7)
-    assert kv.allocate_slots(a, 1) is None  # the last block is shared, and there is none to copy it to
-    assert snapshot(kv) == before
-    kv.check_integrity()
-
-
-def test_a_failing_growth_has_no_side_effects():
-    kv = manager(num_blocks=2)
-    a = Sequence("a", list(range(12)))
-    start(kv, a, num_tokens=8)
-    before = snapshot(kv)
-    assert kv.allocate_slots(a, 4) is None
-    assert snapshot(kv) == before
 
 
 def test_hits_are_not_reused_for_the_blocks_that_follow_them():

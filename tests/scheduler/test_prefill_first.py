@@ -7,7 +7,6 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
-from quire.sampling_params import BeamSearchParams
 from quire.scheduler.prefill_first import AllocStatus, PrefillFirstPlanner
 from quire.scheduler.scheduler import create_scheduler
 from quire.scheduler.unified import UnifiedPlanner
@@ -162,20 +161,6 @@ def test_a_group_that_outgrows_the_pool_fails_alone(classic, request_of):
 # ---- preemption ----
 
 
-def test_a_preempted_request_returns_its_seats_and_its_tokens(classic, request_of):
-    """The classic code forgot to count the seats of a preempted group as free, and so let nobody in for a step."""
-    r = classic(num_blocks=6, max_num_seqs=3, max_num_batched_tokens=16)
-    r.add(request_of("a", 8, 12), request_of("b", 8, 12, n=2))
-    while not r.step().preempted_sequence_ids:
-        pass
-    assert r.plans[-1].num_scheduled_tokens == {"a": 1}
-    assert r.scheduler.requests.num_reserved_slots == 1
-    r.scheduler.abort_requests(["b"])
-    r.add(request_of("c", 2, 1), request_of("d", 2, 1))
-    assert r.step().num_scheduled_tokens == {"c": 2, "d": 2}
-    r.finish()
-
-
 @pytest.mark.parametrize(
     ("mode", "n", "swapped"), [("auto", 1, 0), ("auto", 2, 1), ("swap", 1, 1), ("recompute", 2, 0)]
 )
@@ -238,16 +223,6 @@ def test_a_hit_inside_a_block_needs_no_room_beside_its_copy(classic, request_of)
     r.finish()
     assert r.first["b"].num_cached_tokens == 6
     assert r.tokens["b"] == r.expected("b")[0]
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_beams_survive_starvation(classic, request_of, alone, mode):
-    params = BeamSearchParams(beam_width=3, max_tokens=12)
-    r = classic(num_blocks=12, num_host_blocks=20, preemption_mode=mode)
-    r.add(request_of("a", 9, 20), request_of("b", 9, 12, beam=params))
-    r.finish()
-    assert r.scheduler.stats().num_preemptions > 0
-    assert r.beams["b"] == alone(r.prompts["b"], params)
 
 
 def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):

@@ -102,15 +102,6 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits_beside_what_others_were_pro
     assert r.scheduler.stats().num_preemptions == 0
 
 
-def test_the_promise_holds_for_all_steps_of_a_long_prompt(run, request_of):
-    r = run(num_blocks=10, max_num_batched_tokens=8, long_prefill_token_threshold=4)
-    r.add(request_of("a", 24, 1))
-    for _ in range(2):
-        r.step()
-    r.add(request_of("b", 24, 1))
-    assert r.step().num_scheduled_tokens == {"a": 4}
-
-
 @pytest.mark.parametrize(("watermark", "admitted"), [(0.0, ["a", "b"]), (0.2, ["a"])])
 def test_the_watermark_keeps_blocks_free_for_those_who_run(run, request_of, watermark, admitted):
     r = run(num_blocks=10, watermark=watermark)
@@ -140,17 +131,6 @@ def test_identical_prompts_admitted_in_one_step_share(run, request_of):
     assert [r.first[name].num_cached_tokens for name in "abc"] == [0, 12, 12]
 
 
-def test_a_fully_cached_prompt_still_computes_a_token(run, request_of):
-    r = run()
-    r.add(request_of("a", PROMPT, 1))
-    r.finish()
-    r.add(request_of("b", PROMPT, 1))
-    r.finish()
-    assert r.scheduled()[-2] == {"b": 4}
-    assert r.first["b"].num_cached_tokens == 8
-    assert r.tokens["a"] == r.tokens["b"]
-
-
 def test_the_next_turn_finds_the_answer_of_the_last_one(run, request_of):
     r = run()
     r.add(request_of("a", PROMPT, 9))
@@ -160,14 +140,6 @@ def test_the_next_turn_finds_the_answer_of_the_last_one(run, request_of):
     assert r.first["b"].num_cached_tokens == 20  # 12 + 8 of 9: the last token was never computed
 
 
-def test_salts_do_not_share(run, request_of):
-    r = run()
-    for name, salt in (("a", None), ("b", "x"), ("c", "y"), ("d", "x")):
-        r.add(request_of(name, [*PROMPT, 7], 1, cache_salt=salt))
-        r.finish()
-    assert [r.first[name].num_cached_tokens for name in "abcd"] == [0, 0, 0, 12]
-
-
 def test_counters_of_the_prefix_cache(run, request_of):
     r = run()
     for name in "ab":
@@ -175,22 +147,6 @@ def test_counters_of_the_prefix_cache(run, request_of):
         r.finish()
     stats = r.scheduler.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (26, 12)
-
-
-def test_no_caching(run, request_of):
-    r = run(enable_prefix_caching=False)
-    r.add(*(request_of(name, PROMPT, 2) for name in "ab"))
-    assert r.step().num_scheduled_tokens == {"a": 12, "b": 12}
-
-
-def test_a_reset_forgets(run, request_of):
-    r = run()
-    r.add(request_of("a", [*PROMPT, 7], 1))
-    r.finish()
-    assert r.scheduler.reset_prefix_cache() == 3
-    r.add(request_of("b", [*PROMPT, 7], 1))
-    r.finish()
-    assert r.first["b"].num_cached_tokens == 0
 
 
 # ---- log-probabilities ----

@@ -8,28 +8,28 @@ computes its steps in order, so the blocks of a sequence that has ended meanwhil
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from quire.errors import QuireError
 from quire.scheduler.request import Sequence
 from quire.step import SchedulerOutput
 
 
+@dataclass(slots=True)
 class ScheduledStep:
     """One step.
 
     Attributes:
         plan: what it computes. started: when it was planned, in seconds of the scheduler's clock.
-        computes_prompts: as the planner says (`PlanBuilder.computes_prompts`).
-        scheduled: its sequences, with the most tokens that may become final for each by its result: the number of
-            drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
+        computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
+        scheduled: its sequences, each with `max_sampled`, the most tokens that may become final for it by the result:
+            the number of drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
     """
 
-    def __init__(
-        self, plan: SchedulerOutput, scheduled: list[tuple[Sequence, int]], started: float, computes_prompts: bool
-    ) -> None:
-        self.plan, self.scheduled = plan, scheduled
-        self.started, self.computes_prompts = started, computes_prompts
+    plan: SchedulerOutput
+    scheduled: list[tuple[Sequence, int]]
+    started: float
+    computes_prompts: bool
 
 
 class InFlight:
@@ -40,9 +40,6 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._steps)
-
-    def __iter__(self) -> Iterator[ScheduledStep]:
-        return iter(self._steps)
 
     def append(self, step: ScheduledStep) -> None:
         """Note that a step was planned."""
