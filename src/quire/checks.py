@@ -26,9 +26,9 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong_type(name, "an integer", value)
     if value < low:
-        raise wrong_value(name, f"at least {low}", value, "integer_below_min_value")
+        raise wrong_value(name, f"at least {low}", value, code="integer_below_min_value")
     if value > high:
-        raise wrong_value(name, f"at most {high}", value, "integer_above_max_value")
+        raise wrong_value(name, f"at most {high}", value, code="integer_above_max_value")
     return value
 
 
@@ -40,9 +40,9 @@ def check_float(name: str, value: Any, low: float, high: float, *, low_open: boo
         raise RequestError(f"{name} must be a finite number, got nan", param=name, code="invalid_value")
     if value < low or (low_open and value == low):
         bound = "greater than" if low_open else "at least"
-        raise wrong_value(name, f"{bound} {low:g}", value, "decimal_below_min_value")
+        raise wrong_value(name, f"{bound} {low:g}", value, code="decimal_below_min_value")
     if value > high:
-        raise wrong_value(name, f"at most {high:g}", value, "decimal_above_max_value")
+        raise wrong_value(name, f"at most {high:g}", value, code="decimal_above_max_value")
     return float(value)
 
 
@@ -85,7 +85,7 @@ def wrong_value(where: str, expected: str, value: Any, code: str = "invalid_valu
 
 def wrong_type(where: str, expected: str, value: Any) -> RequestError:
     """Return the error for a value of another type than its field has."""
-    return wrong_value(where, expected, value, "invalid_type")
+    return wrong_value(where, expected, value, code="invalid_type")
 
 
 def check_string(value: Any, where: str) -> str:
