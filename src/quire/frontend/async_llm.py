@@ -124,6 +124,7 @@ class AsyncLLM:
         self._grammar_threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
+        self._stats_call = 0  # the latest one of `_refresh_stats`
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
@@ -506,14 +507,14 @@ class AsyncLLM:
         self._alive()
         await self._client.wait()
         self._alive()
-        return await self._call(method, **arguments)
-
-    def _call(self, method: str, **arguments: int | bool | str) -> asyncio.Future[dict[str, Any]]:
         assert self._loop is not None
+        answer = self._calls[self._send_call(method, **arguments)] = self._loop.create_future()
+        return await answer
+
+    def _send_call(self, method: str, **arguments: int | bool | str) -> int:
         self._num_calls += 1
-        self._calls[self._num_calls] = answer = self._loop.create_future()
         self._client.send(Call(call_id=self._num_calls, method=method, arguments=arguments))
-        return answer
+        return self._num_calls
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
@@ -588,11 +589,7 @@ class AsyncLLM:
     def _refresh_stats(self) -> None:
         """Request new numbers: an idle engine sends nothing, so those of its last step would stay."""
         if self._client.running:
-            self._call("stats").add_done_callback(self._take_stats)
-
-    def _take_stats(self, answer: asyncio.Future[dict[str, Any]]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            self._stats = msgspec.convert(answer.result(), SchedulerStats)
+            self._stats_call = self._send_call("stats")
 
     def _on_engine_death(self) -> None:
         self._fail_calls(EngineDeadError("the engine died before it had answered"))
@@ -602,6 +599,8 @@ class AsyncLLM:
         self._refresh_stats()
 
     def _answer(self, result: CallResult) -> None:
+        if result.call_id == self._stats_call and result.value is not None:
+            self._stats = msgspec.convert(result.value, SchedulerStats)
         answer = self._calls.pop(result.call_id, None)
         if answer is None or answer.done():
             return  # whoever called does not wait any more
