@@ -49,7 +49,7 @@ def inside(llm: LLM, prompt: list[int], params: BeamSearchParams) -> list[list[i
 def peak_blocks(llm: LLM, run: object) -> int:
     """Return the most blocks in use at the end of any step of `run()`."""
     assert llm._engine is not None and callable(run)
-    scheduler = llm._engine.core.scheduler
+    scheduler = llm._engine.scheduler
     most = 0
     schedule = scheduler.schedule
 

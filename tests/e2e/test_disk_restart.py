@@ -40,7 +40,7 @@ told = [
 ]
 print(json.dumps(told), flush=True)
 if given["kill"]:
-    llm._engine.core.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
+    llm._engine.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
     os.kill(os.getpid(), signal.SIGKILL)
 llm.close()
 """
