@@ -74,12 +74,12 @@ def coded(backend: GPUBackend, number: int, hidden: int, inner: int, form: str) 
         nibbles = kind in ("int4", "table")
         data = stack(outputs, inputs // 2 if nibbles else inputs, dtype=torch.int8 if kind == "int8" else torch.uint8)
         scales = torch.float16 if kind == "int4" else torch.bfloat16
-        return GPULinear(
-            kind, data, outputs, inputs, inputs, gated, rounds=rounds, group=group,
-            row_scales=None if kind == "table" else stack(outputs, dtype=torch.float32),
-            group_scales=stack(outputs, inputs // group, dtype=scales) if group else None,
-            table=stack(16, dtype=torch.float32) if kind == "table" else None,
-        )  # fmt: skip
+        tensors = {
+            "row_scales": None if kind == "table" else stack(outputs, dtype=torch.float32),
+            "group_scales": stack(outputs, inputs // group, dtype=scales) if group else None,
+            "table": stack(16, dtype=torch.float32) if kind == "table" else None,
+        }
+        return GPULinear(kind, data, outputs, inputs, inputs, gated, rounds=rounds, group=group, **tensors)
 
     return PackedExperts(weight(2 * inner, hidden, True), weight(hidden, inner, False))
 

@@ -58,11 +58,10 @@ def few(capability: tuple[int, int] = (9, 0)) -> None:
     """A few rows with every kind of weight, and with gated ones."""
     backend = backend_for(capability)
     plain, whole, bytes_only, nibbles, zeros, small, blocks, table, fine = weights(LLAMA["qkv"])
-    for weight, rows in (
-        (plain, 1), (plain, 4), (whole, 1), (whole, 4), (bytes_only, 1), (nibbles, 1), (zeros, 1), (zeros, 2),
-        (small, 1), (small, 4), (blocks, 1), (table, 1), (fine, 1),
-    ):  # fmt: skip
-        backend.linear(torch.empty((rows, weight.inputs), dtype=torch.bfloat16), weight)
+    one, most = (plain, whole, bytes_only, nibbles, zeros, small, blocks, table, fine), (plain, whole, small)
+    for rows, group in ((1, one), (2, (zeros,)), (4, most)):
+        for weight in group:
+            backend.linear(torch.empty((rows, weight.inputs), dtype=torch.bfloat16), weight)
     for weight in weights(LLAMA["gate_up"])[:6:5]:
         backend.gated_linear(torch.empty((1, weight.inputs), dtype=torch.bfloat16), weight, "silu")
 
@@ -71,11 +70,10 @@ def many(capability: tuple[int, int] = (9, 0)) -> None:
     """Prompts and batches with every kind of weight that is not cuBLAS's, and floats where batches must not matter."""
     backend = backend_for(capability)
     _, whole, bytes_only, nibbles, zeros, small, blocks, table, fine = weights(LLAMA["qkv"])
-    for weight, rows in (
-        (whole, 16), (whole, 2048), (bytes_only, 64), (nibbles, 16), (zeros, 16), (zeros, 64), (zeros, 2048),
-        (small, 16), (small, 64), (small, 2048), (blocks, 64), (blocks, 2048), (table, 16), (fine, 2048),
-    ):  # fmt: skip
-        backend.linear(torch.empty((rows, weight.inputs), dtype=torch.bfloat16), weight)
+    decode, batch = (whole, nibbles, zeros, small, table), (bytes_only, zeros, small, blocks)
+    for rows, group in ((16, decode), (64, batch), (2048, (whole, zeros, small, blocks, fine))):
+        for weight in group:
+            backend.linear(torch.empty((rows, weight.inputs), dtype=torch.bfloat16), weight)
     invariant = backend_for(capability, invariant=True)
     for shape in (LLAMA["qkv"], LLAMA["gate_up"]):
         invariant.linear(torch.empty((64, shape[1]), dtype=torch.bfloat16), weight_of("float", *shape))

@@ -76,10 +76,8 @@ class Scene:
         made = self.paged.metadata(chunks)
         lengths = StepLengths(np.diff(made.cu_query_lens).astype(np.int64), made.seq_lens.astype(np.int64))
         put = self.reference.from_numpy
-        return AttentionMetadata(
-            put(made.cu_query_lens), put(made.seq_lens), put(made.block_tables), put(made.slot_mapping),
-            lengths=lengths if known else None, single=single,
-        )  # fmt: skip
+        arrays = map(put, (made.cu_query_lens, made.seq_lens, made.block_tables, made.slot_mapping))
+        return AttentionMetadata(*arrays, lengths=lengths if known else None, single=single)
 
     def queries(self, chunks: Chunks, act: str) -> torch.Tensor:
         """Return queries as they come: a part of longer rows."""

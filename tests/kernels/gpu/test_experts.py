@@ -21,7 +21,7 @@ from tests.kernels.gpu.common import ACTS, DEVICE, mostly_slow
 from tests.kernels.scenes import host
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-SIZES = {"three": (3, 2, 40, 24), "one": (1, 1, 16, 16), "many": (11, 3, 70, 35), "whole": (8, 1, 64, 64)}
+SIZES = {"three": (3, 2, 40, 24), "one": (1, 1, 16, 16), "many": (5, 3, 70, 35), "whole": (8, 1, 64, 64)}
 HIDDEN, INNER = 64, 32  # of quantized experts
 KINDS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "softplus", "swiglu_oai")
 
@@ -70,7 +70,7 @@ def check(dtype: str, sizes: tuple[int, int, int, int], tokens: int, kind: str, 
 )
 def test_experts_are_those_of_the_reference(case: tuple[str, str]) -> None:
     sizes, dtype = case
-    for tokens in (0, 1, 5, 17) if sizes == "three" else (33,):
+    for tokens in (0, 1, 5, 17) if sizes == "three" else (20,):
         check(dtype, SIZES[sizes], tokens, "silu")
 
 

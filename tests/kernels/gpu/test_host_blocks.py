@@ -48,7 +48,7 @@ action = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(action, max_size=14), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_streams_may_run_in_any_order(actions: list[tuple[str, Any]], rows: int, random: Any) -> None:
     move_in_any_order(actions, rows, random)

@@ -124,7 +124,7 @@ action = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(action, max_size=7), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_streams_may_run_in_any_order(actions: list[tuple[str, Any]], num_layers: int, chance: Any) -> None:
     run_in_any_order(actions, num_layers, chance)

@@ -112,10 +112,9 @@ def test_what_is_measured_is_the_largest_step(tmp_path: Path, monkeypatch: pytes
         (5, 8, 64, (5, 5, 0)),  # no more sequences than tokens
         (100, 3, 9, (27, 3, 0)),  # nor tokens than prompts have room for
     ]:
-        config = EngineConfig.from_kwargs(
-            model=str(folder), device="reference", dtype="float32", kv_cache_dtype="float32", max_model_len=length,
-            max_num_seqs=sequences, max_num_batched_tokens=tokens,
-        )  # fmt: skip
+        limits = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        types = {"dtype": "float32", "kv_cache_dtype": "float32"}
+        config = EngineConfig.from_kwargs(model=str(folder), device="reference", **types, **limits)
         worker = Worker(config, load_model_info(folder))
 
         def measure(work: object, backend: object = worker.backend) -> DeviceMemory:

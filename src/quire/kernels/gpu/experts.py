@@ -34,6 +34,13 @@ from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.gpu.tuned_configs import KernelConfig
 
 TENSORS = ("data", "bias", "row_scales", "group_scales", "zeros", "order", "table")
+# Columns, depth, warps and stages of tiles of both products, by rows of a block.
+TILES = {
+    32: ((32, 128, 4, 4), (64, 128, 4, 4)),
+    64: ((64, 64, 4, 4), (128, 64, 4, 4)),
+    128: ((128, 64, 8, 3), (256, 64, 8, 3)),
+}
+FLOAT32_TILES = (32, 32, 4, 2), (64, 32, 4, 2)
 MOST_ROWS = 4  # tokens whose experts are each computed by themselves
 
 
@@ -51,6 +58,11 @@ class PackedExperts:
     def sizes(self) -> tuple[int, int, int]:
         """Experts, inputs of each, and inner values."""
         return self.last.data.shape[0], self.last.outputs, self.last.inputs
+
+    @property
+    def is_float(self) -> bool:
+        """Whether no weight is quantized."""
+        return self.first.kind == self.last.kind == "float"
 
 
 def _alike(weight: GPULinear) -> tuple[object, ...]:
@@ -111,9 +123,7 @@ class ExpertOps(LinearOps):
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
         x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(kind, gated=True)
-        if packed.first.kind != "float" or packed.last.kind != "float":
-            return self._coded(x, ids, weights, packed, gate)
-        few = not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
+        few = packed.is_float and not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
         return (self._few if few else self._many)(x, ids, weights, packed, gate)
 
     def _few(
@@ -144,37 +154,30 @@ class ExpertOps(LinearOps):
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
         """Return `experts`, by blocks of rows of one expert."""
-        top_k = ids.shape[1]
-        number, hidden, inner = packed.sizes
-        size = 64 if self.batch_invariant else self._block_size(ids.numel(), number)
-        wide = self.act is torch.float32
-        blocks = sort_pairs(ids, number, size)
+        size = 64 if self.batch_invariant else self._block_size(ids.numel(), packed.sizes[0])
+        multiply = self._float_product
+        if not packed.is_float:
+            size, multiply = min(64, size), self._coded_product
+        blocks = sort_pairs(ids, packed.sizes[0], size)
+        h = multiply(x, packed.first, blocks, ids.shape[1], gate)
+        return weighted_sum(multiply(h, packed.last, blocks, 1, 0), weights)
 
-        def tiles(
-            kernel: str, default: KernelConfig, rows: int, columns: int
-        ) -> tuple[tuple[bool, int, int, int], dict]:
-            found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_m{size}", default)
-            n, k = found["n"], found["k"]
-            return (rows % n == columns % k == 0, size, n, k), {
-                "num_warps": found["warps"],
-                "num_stages": found["stages"],
-            }
-
-        tile, options = tiles("experts_in", tiles_in(size, wide), inner, hidden)
-        h = _grouped(x, packed.first.data, packed.first.bias, blocks, GroupedGemm(top_k, gate, *tile), options)
-        tile, options = tiles("experts_out", tiles_out(size, wide), hidden, inner)
-        y = _grouped(h, packed.last.data, packed.last.bias, blocks, GroupedGemm(1, 0, *tile), options)
-        return weighted_sum(y, weights)
-
-    def _coded(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
-    ) -> torch.Tensor:
-        """Return `experts` of quantized weights, by blocks of rows of one expert."""
-        number = packed.sizes[0]
-        size = 64 if self.batch_invariant else min(64, self._block_size(ids.numel(), number))
-        blocks = sort_pairs(ids, number, size)
-        h = self._coded_product(x, packed.first, blocks, ids.shape[1], gate)
-        return weighted_sum(self._coded_product(h, packed.last, blocks, 1, 0), weights)
+    def _float_product(self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, gate: int) -> torch.Tensor:
+        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
+        rows, depth, size = weight.outputs // (2 if gate else 1), weight.inputs, blocks.size
+        kernel, hidden, inner = ("experts_in", depth, rows) if gate else ("experts_out", rows, depth)
+        default = float_tiles(kernel, size, self.act)
+        tile = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_m{size}", default)
+        even = rows % tile["n"] == depth % tile["k"] == 0
+        form = GroupedGemm(top_k, gate, even, size, tile["n"], tile["k"])
+        pairs, num_blocks = x.shape[0] * top_k, blocks.experts.shape[0]
+        out = torch.empty((pairs, rows), dtype=self.act, device=x.device)
+        inputs, sizes = rows_of(x), (pairs, num_blocks, rows, depth)
+        options = {"num_warps": tile["warps"], "num_stages": tile["stages"]}
+        grouped_gemm_kernel[(num_blocks * -(-rows // form.BN),)](
+            inputs, weight.data, weight.bias, blocks[:2], out, *sizes, FORM=form, **options
+        )
+        return out
 
     def _coded_product(self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, gate: int) -> torch.Tensor:
         """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
@@ -202,52 +205,15 @@ class ExpertOps(LinearOps):
         return self.tuned_configs.get("experts_blocks", f"{default}", {"m": default})["m"]
 
 
-def _grouped(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    blocks: Blocks,
-    form: GroupedGemm,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Return each pair's product with its expert's matrix, [pairs, N]: x [pairs / top_k, K], w [E, N, K], see
-    `grouped_gemm_kernel`.
-    """
-    pairs, rows, depth = x.shape[0] * form.divisor, w.shape[1] // (2 if form.gate else 1), w.shape[2]
-    out = torch.empty((pairs, rows), dtype=w.dtype, device=x.device)
-    num_blocks = blocks.experts.shape[0]
-    sizes = pairs, num_blocks, rows, depth
-    grouped_gemm_kernel[(num_blocks * -(-rows // form.BN),)](
-        rows_of(x), w, bias, blocks[:2], out, *sizes, FORM=form, **options
-    )
-    return out
-
-
 def few_pairs(tokens: int, top_k: int, number: int) -> bool:
     """Whether each pair is computed by itself: with one token, or where hardly any two choose the same expert."""
     return tokens == 1 or (tokens <= MOST_ROWS and 4 * tokens * top_k <= number)
 
 
-def tiles_in(size: int, wide: bool) -> KernelConfig:
-    """Return tiles of the first product, for blocks of `size` rows; `wide` for float32."""
-    if wide:
-        return {"n": 32, "k": 32, "warps": 4, "stages": 2}
-    if size <= 32:
-        return {"n": 32, "k": 128, "warps": 4, "stages": 4}
-    if size == 64:
-        return {"n": 64, "k": 64, "warps": 4, "stages": 4}
-    return {"n": 128, "k": 64, "warps": 8, "stages": 3}
-
-
-def tiles_out(size: int, wide: bool) -> KernelConfig:
-    """Return tiles of the second product."""
-    if wide:
-        return {"n": 64, "k": 32, "warps": 4, "stages": 2}
-    if size <= 32:
-        return {"n": 64, "k": 128, "warps": 4, "stages": 4}
-    if size == 64:
-        return {"n": 128, "k": 64, "warps": 4, "stages": 4}
-    return {"n": 256, "k": 64, "warps": 8, "stages": 3}
+def float_tiles(kernel: str, size: int, act: torch.dtype) -> KernelConfig:
+    """Return tiles of the first product ("experts_in") or the second, for blocks of `size` rows."""
+    tiles = FLOAT32_TILES if act is torch.float32 else TILES[32 if size <= 32 else min(size, 128)]
+    return dict(zip(("n", "k", "warps", "stages"), tiles[kernel == "experts_out"], strict=True))
 
 
 def tiles_coded(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:
