@@ -154,7 +154,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", openapi_extra=body_schema(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> Response:
-    """Offer an adapter no more. Requests that have begun go on with it; others get 404."""
+    """Unload an adapter. Running requests finish with it; new ones get 404."""
     context = _checked(request)
     body = await parse_request(request, UnloadAdapterRequest)
     holders = [item for item in context.models.models if item.llm.adapters.find(body.lora_name) is not None]

@@ -1,8 +1,8 @@
 """API keys: who may use the server, the file that keys and their limits are read from, and the tenants they stand for.
 
 Without a valid key every route is refused but those of `paths.is_open`. Only SHA-256 digests of keys are stored, and
-a key that a client sends is looked up by its digest: the time that takes reveals nothing, since nobody can choose how
-far the digest of a guess agrees with a stored one. What limits mean is in `limits`. Errors about the file name the
+a client's key is looked up by its digest, so the time of the lookup reveals nothing about stored keys: a client cannot
+choose how much of its digest matches. What limits mean is in `limits`. Errors about the file name the
 entry, never a key.
 """
 
@@ -207,7 +207,7 @@ def read_keys(path: str, *, warn: bool = True) -> dict[bytes, ApiKey]:
         keys[digest] = key
         names.add(key.name)
     if not keys:
-        raise _file_error("it has no keys; without any, nobody could use the server")
+        raise _file_error("it has no keys; without a key, no client could use the server")
     return keys
 
 

@@ -125,7 +125,7 @@ class Batch:
     """Requests on their way through an app.
 
     Args:
-        concurrency: requests at a time. check: raises what makes it useless to go on.
+        concurrency: requests at a time. check: raises an error that ends the batch, such as a dead engine.
 
     Attributes:
         num_done, num_failed: lines that were answered, and of these the ones with an error or a status of 400 or more.

@@ -282,7 +282,7 @@ class _StreamedChoice:
 
     def __init__(self, job: ChatCompletion) -> None:
         self._job = job
-        self._pending: dict[str, Any] = {}  # fields about tokens whose text the reader still holds back
+        self._pending: dict[str, Any] = {}  # fields about tokens whose text the parser still buffers
 
     def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         """Return the choice of each chunk: deltas, and the end. Fields about tokens go into the first one."""

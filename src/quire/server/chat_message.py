@@ -98,7 +98,7 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def new_call_id() -> str:
-    """Return an id for a call that the model gave none."""
+    """Return a new id for a call to which the model gave none."""
     return f"call_{secrets.token_hex(12)}"
 
 

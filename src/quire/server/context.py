@@ -60,7 +60,7 @@ class ServerContext:
         self._idle.set()
 
     def keys_for(self, method: str, path: str) -> ApiKeys:
-        """Return the keys that are valid for a route: those that operate models may have keys of their own."""
+        """Return the keys that are valid for a route: admin routes may have keys of their own."""
         path = without_root(path, self.config.server.root_path)
         return self.admin_keys if is_admin(method, path) else self.keys
 
@@ -111,9 +111,9 @@ class ModelContext:
     """The context of one request that needs a model, which is loaded.
 
     Attributes:
-        request: it. state: what the gate and handlers keep of it.
-        server: of all requests. model: the model. llm: its engine, which answers the request even if the model gets
-            another one meanwhile. name: the model's name in the response. lora: the adapter that the request names.
+        request: the HTTP request. state: its state, as the gate and handlers set it.
+        server: the context of all requests. model: the model. llm: its engine at the time of the request; the model
+            may get another one later. name: the model's name in the response. lora: the adapter that the request names.
     """
 
     def __init__(self, request: Request, model: ServedModel, name: str, lora: LoRARequest | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What dialects share, interfaces whose requests are translated into chats or completions: errors and responses."""
+"""Dialects are APIs whose requests are translated into chats or completions. They share errors and responses."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 def _methods_of(request: Request) -> list[str]:
     """Return the methods that the routes of a request's path accept.
 
-    Routes with the very path count before those that would take a part of it for a name.
+    A route with exactly this path takes precedence over one with a parameter in it.
     """
     scope = {**request.scope, "path_params": {}}
     # FastAPI keeps the routes of an included router below it, or, in earlier versions, beside the others.

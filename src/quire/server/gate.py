@@ -1,6 +1,6 @@
 """The gate every request passes: request id, size of the head, API key, state of the server, log line, last resort.
 
-A plain ASGI middleware: those that wrap requests and responses cost time for every chunk, and hide disconnects.
+A plain ASGI middleware: Starlette's wrap requests and responses, which costs time per chunk and hides disconnects.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class Generation(EngineJob):
             }
             name = max(names, key=lambda item: names[item]) if any(names.values()) else "n"
             raise RequestError(
-                f"this request could be told of {self._num_entries} tokens and alternatives; one answer may have "
+                f"the response could have {self._num_entries} tokens and alternatives; the limit is "
                 f"{MAX_RESPONSE_ENTRIES}: ask for a smaller max_tokens, n, or {name}",
                 param=name,
             )

@@ -1,7 +1,7 @@
 """Probes: liveness, readiness and load of the server. No call to an engine is made here.
 
 Alive is a server that gets on by itself: one that loads, drains, or replaces its engine is. Ready is one that requests
-should be sent to now; those that come all the same while an engine is being replaced wait for it.
+should be sent to now; requests that arrive while an engine is being replaced wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REASONS = {
     "draining": "the server is shutting down",
     "restarting": "the engine died and is being replaced; requests wait",
     "stalled": "the engine does not react",
-    "dead": "the engine is gone and is not replaced",
+    "dead": "the engine died and is not replaced",
 }
 
 

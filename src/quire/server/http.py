@@ -212,7 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is not None and not cycle.response_started and not self.pipeline:
-            # For the app the client is gone; what it says now is not sent.
+            # For the app the client has disconnected; nothing more is sent.
             cycle.disconnected = True
             cycle.message_event.set()
         elif cycle is not None and not cycle.response_complete:

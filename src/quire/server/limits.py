@@ -181,9 +181,9 @@ class Quota:
 
 
 class ConcurrencySlot:
-    """A request's slot among those that its key may run at a time.
+    """A request's slot of its key's `max_concurrency`.
 
-    A request that goes on beyond its HTTP response extends the slot, and enters it: it is free when that block ends.
+    A request that outlives its HTTP response extends the slot and enters it as a context; the slot is free at its exit.
     """
 
     __slots__ = ("_quota", "extended")

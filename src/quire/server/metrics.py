@@ -62,7 +62,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "n": ("request_params_n", "Completions per request.", N_BUCKETS),
     "preemptions": ("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS),
 }
-# The same for those whose last bucket is the context length.
+# The same for histograms whose last bucket is the context length.
 LENGTH_HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "prompt": ("request_prompt_tokens", "Prompt tokens per request."),
     "generation": ("request_generation_tokens", "Tokens generated per request."),
@@ -125,7 +125,7 @@ class Metrics:
             self._models[model].on_rejected(reason)
 
     async def watch_loop(self) -> None:
-        """Measure how late the event loop is, until cancelled."""
+        """Measure the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_PERIOD
@@ -294,7 +294,7 @@ class ModelMetrics:
         self._rejections.labels(*self._labels, reason).inc()
 
     def on_sleep(self, level: int) -> None:
-        """Note the model's sleep level: 1, its weights are on the host; 2, they are gone; 0, it is awake."""
+        """Note the model's sleep level: 0 awake, 1 weights on the host, 2 weights discarded."""
         self._sleep_level = level
 
     # ---- a scrape ----
@@ -338,7 +338,7 @@ class ModelMetrics:
         return family
 
     def _info(self, name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-        """Return a gauge whose labels are what it says."""
+        """Return an info gauge: its labels are its content."""
         gauge = GaugeMetricFamily(name, text, labels=(*LABELS, *labels))
         gauge.add_metric((*self._labels, *labels.values()), value)
         return gauge

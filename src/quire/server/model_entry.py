@@ -1,4 +1,4 @@
-"""A model to serve, as the options describe it. Little is imported here: `quire serve` reads entries before it starts."""
+"""A model to serve, as the options describe it. Imports little: `quire serve` reads entries before it starts."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class EngineSnapshots:
         except QuireError as error:
             logger.debug("no snapshot of the engine: %s", error)
             snapshot = None
-        except Exception:  # task boundary: nobody else would hear of it
+        except Exception:  # task boundary: log it here, or it is lost
             logger.exception("the snapshot of the engine failed")
             snapshot = None
         finally:

@@ -94,14 +94,14 @@ class EngineBody(RequestModel):
     user: ShortText | None = None
 
 
-# Fields of `SamplingParams` that no request has under that name, and those that a subclass below declares.
+# Fields of `SamplingParams` that no request has under that name, or that a subclass below declares.
 _NOT_SAMPLING_FIELDS = (
     *REFUSED_EVERYWHERE,
     *("output_kind", "skip_clone", "extra_args", "n", "best_of", "max_tokens", "logprobs", "prompt_logprobs"),
     *("truncate_prompt_tokens", "logprob_token_ids", "prompt_logprob_start", "skip_special_tokens"),
     "structured_outputs",
 )
-# Types of those fields whose JSON is not described by their type in `SamplingParams`.
+# Types of fields whose JSON is not described by their type in `SamplingParams`.
 _JSON_TYPES: Mapping[str, Any] = {
     "logit_bias": dict[str, float],
     "repetition_detection": dict[str, int],

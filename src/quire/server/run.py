@@ -257,7 +257,7 @@ class _ServerProcess:
             await asyncio.sleep(seconds / 3)
 
     def _announce(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads standard output
+        with contextlib.suppress(OSError):  # standard output was closed
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
@@ -266,7 +266,7 @@ class _ServerProcess:
             return
         host = self.listener.getsockname()[0]
         if not ipaddress.ip_address(host.split("%")[0]).is_loopback:
-            logger.warning("listening on %s without an API key: whoever reaches this port can use the model", host)
+            logger.warning("listening on %s without an API key: anyone who can reach this port can use the model", host)
 
 
 def create_pool(entries: Sequence[ModelEntry], server: ServerConfig, make_llm: MakeLLM, metrics: Metrics) -> ModelPool:

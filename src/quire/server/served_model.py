@@ -100,7 +100,7 @@ class ServedModel:
 
     @property
     def can_evict(self) -> bool:
-        """Whether it may be unloaded for another one, perhaps once its users are gone."""
+        """Whether it may be unloaded for another one, perhaps after its requests have finished."""
         return self.in_memory and self.task is None and not self.pinned and self.make_llm is not None
 
     @property

@@ -87,7 +87,7 @@ def _effort(effort: str, variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continued_field(message: Mapping[str, Any]) -> bool | str:
-    """Return which part of its last message a conversation goes on in: reasoning, if there is no content yet."""
+    """Return which part of the last message is continued: its reasoning if it has no content yet."""
     if message.get("tool_calls"):
         raise RequestError(
             "continue_final_message needs a last message without tool_calls, behind which nothing can come",

@@ -29,7 +29,7 @@ from quire.server.json_io import json_response
 
 MAX_FINISHED = 1000  # records of finished requests that are kept
 MAX_FINISHED_PROMPTS = 8000  # prompts of all of these
-MAX_ENGINE_PROMPTS = 4  # prompts of one request whose steps the engine is asked for
+MAX_ENGINE_PROMPTS = 4  # prompts of one request whose steps are fetched from the engine
 MAX_LISTED = 1000
 FETCHES_PER_SECOND = 20
 ENGINE_SECONDS = 2.0

@@ -73,7 +73,7 @@ class Tracing:
         self._epoch = time.time_ns() - time.monotonic_ns()
 
     def close(self) -> None:
-        """Send what is left, for some seconds at most: a collector that does not answer must not delay the shutdown."""
+        """Send the remaining spans within a few seconds: a silent collector must not delay the shutdown."""
         thread = threading.Thread(target=self._provider.shutdown, name="quire-tracing-close", daemon=True)
         thread.start()
         thread.join(EXPORT_SECONDS)

@@ -45,7 +45,7 @@ class ContentBlocks:
         self._shows_thinking = shows_thinking
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []
-        self._open: str | None = None  # type of the last block, if it may go on
+        self._open: str | None = None  # type of the last block while it is open
         self.complete_call = False
 
     def add(self, events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class OldEmbedRequest(RequestModel):
 
 @router.post("/api/embed", openapi_extra=body_schema(EmbedRequest))
 async def embed(request: Request) -> Response:
-    """Make a vector of each text; those that are too long are cut, unless `truncate` is false."""
+    """Embed texts; texts beyond the context are truncated, unless `truncate` is false."""
     body = await parse_request(request, EmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
     return await _answer(request, body, fields, body.truncate, lambda found: {"embeddings": _vectors(found)})

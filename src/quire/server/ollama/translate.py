@@ -194,7 +194,7 @@ class _Messages:
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
     def _answered(self, message: Fields) -> str:
-        """Return the id of the call whose result a message is: the one it names, or the first without one."""
+        """Return the id of the call that a tool message answers: the one it names, or the first without a result."""
         for field, place in (("tool_call_id", 0), ("tool_name", 1)):
             name = message.string(field, "")
             found = next((call for call in self._open if call[place] == name), None) if name else None

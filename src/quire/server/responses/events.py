@@ -131,7 +131,7 @@ class OutputBuilder:
 
     def _delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         item = self._open
-        assert item is not None, "a parser begins what it goes on with"
+        assert item is not None, "a delta belongs to an open item"
         return self._delta_event(item, item.read(text), logprobs)
 
     def _delta_event(self, item: _OpenItem, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
@@ -269,7 +269,7 @@ class TokenQueue:
         """Return the tokens of a piece of content, and drop all before.
 
         Args:
-            begun: whether content begins with it; else it goes on. last: whether nothing but content comes behind it.
+            begun: whether content begins here, rather than continues. last: whether only content follows.
         """
         target = text.encode()
         if begun:

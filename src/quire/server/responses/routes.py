@@ -63,7 +63,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 def _owner(request: Request) -> bytes:
-    """Return whose responses a request may see: those made with the same API key."""
+    """Return the owner of the responses that a request may see: its API key."""
     return request.scope["state"].get("key_digest") or b""
 
 
@@ -214,7 +214,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 @router.post(PREFIX + "/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """End a response that is made in the background, and return what there is of it."""
+    """Cancel a background response, and return it as far as it has come."""
     read_query(request, {})
     stored = _store(request).get(_owner(request), response_id)
     if not stored.response["background"]:

@@ -166,7 +166,7 @@ class ResponseStore:
         return stored
 
     def previous(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Return a response to go on from. Raises `NotFoundError`, or `RequestError` if it has not ended."""
+        """Return a finished response to continue. Raises `NotFoundError`, or `RequestError` if it has not finished."""
         name = "previous_response_id"
         try:
             stored = self.get(owner, response_id)
@@ -221,6 +221,6 @@ class ResponseStore:
             self._drop(lambda own: own.size)
 
     def _drop(self, weight: Callable[[_OwnerResponses], int]) -> None:
-        """Forget the oldest finished response of the key that weighs the most, of those that have one."""
+        """Evict the oldest finished response of the heaviest key, among those that have one."""
         heaviest = max([own for own in self._by_owner.values() if own.finished], key=weight)
         self._remove(next(iter(heaviest.finished.values())))

@@ -73,7 +73,9 @@ def chat_request(
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.background and not body.store:
-        raise RequestError("background needs store to be true: nobody could ask for the answer", param="background")
+        raise RequestError(
+            "background needs store to be true: it is the only way to retrieve the response", param="background"
+        )
     _check_metadata(body.metadata)
     return validate(ChatCompletionRequest, {"model": body.model, "messages": [*messages], **fields})
 
@@ -81,7 +83,7 @@ def chat_request(
 def counted_request(
     body: ConversationRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
 ) -> ChatCompletionRequest:
-    """Return the chat completion whose prompt is counted."""
+    """Return the chat completion that has the prompt to count."""
     fields = {"parallel_tool_calls": body.parallel_tool_calls, **_conversation_fields(body, ignore_unknown)}
     return validate(ChatCompletionRequest, {"model": "", "messages": [*messages], **fields})
 
