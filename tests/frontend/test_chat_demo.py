@@ -44,7 +44,7 @@ def test_without_tools_the_text_is_that_of_training(template: ChatTemplate) -> N
 
 
 def test_tools_calls_and_results(template: ChatTemplate) -> None:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -54,7 +54,7 @@ def test_tools_calls_and_results(template: ChatTemplate) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "two"},
     ]
     text = template.render(messages, tools=[TOOL])
-    oracle = AutoTokenizer.from_pretrained(FOLDER)
+    oracle = PreTrainedTokenizerFast.from_pretrained(FOLDER)
     expected = oracle.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
     assert text == expected
     system, user, assistant, results, prompt = text.removesuffix("<|assistant|>").split("<|end|>")

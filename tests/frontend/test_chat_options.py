@@ -89,7 +89,7 @@ def test_options_reach_the_template_of_a_model(tmp_path: Path, monkeypatch: pyte
 
 def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers has it: "tool_use" is taken if there are tools, in whichever file it stands."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     monkeypatch.setattr("quire.frontend.front_model.load_model_info", lambda *_: fake_front_model().info)
     plain, tool_use = "{{ messages[0].content }}", "{{ tools | tojson }}{{ messages[0].content }}"
@@ -101,7 +101,7 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.Mon
     (two / "chat_template.jinja").write_text(plain)
     for folder in (one, two):
         chosen = load_front_model(EngineConfig.from_kwargs(model=str(folder))).template()
-        oracle = AutoTokenizer.from_pretrained(folder)
+        oracle = PreTrainedTokenizerFast.from_pretrained(folder)
         for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
             assert chosen.render([USER], tools=tools) == oracle.apply_chat_template([USER], tools=tools, tokenize=False)
         assert chosen.reads("tools") and chosen.source == plain and chosen.for_tools.source == tool_use
@@ -112,7 +112,7 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tokens_with_names_of_a_models_own(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     source = "{{ image_token }}|{{ boi_token }}|{{ eos_token }}|{{ add_bos_token }}|{{ audio }}"
     own = {
@@ -121,7 +121,7 @@ def test_tokens_with_names_of_a_models_own(tmp_path: Path) -> None:
         "extra_special_tokens": {"boi_token": "<boi>", "audio": "<a>"},
     }
     folder = write_folder(tmp_path / "model", "byte_level", chat_template=source, **own)
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template([USER], tokenize=False)
+    expected = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template([USER], tokenize=False)
     tokenizer = Tokenizer.from_folder(folder)
     assert ChatTemplate(source, tokenizer).render([USER]) == expected == "<img>|<boi>|<|im_end|>||<a>"
 
