@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 from typing import Any
 
 from common import print_header, print_table
@@ -21,7 +22,7 @@ from quire.engine.core import EngineCore
 from quire.engine.resolve import load_info
 from quire.simulate.calibrate import calibrate, calibration_table
 from quire.simulate.cost import FittedCost
-from quire.simulate.driver import RunLog, WallClock, drive
+from quire.simulate.driver import RunLog, drive
 from quire.simulate.report import summarize
 from quire.simulate.run import simulate
 from quire.simulate.trace import Synthetic, TraceRequest, draw
@@ -34,6 +35,23 @@ FIGURES = (  # name, factor to what is shown, path into the summary
     ("p99 TPOT ms", 1e3, ("tpot", "p99")),
     ("mean E2E ms", 1e3, ("e2e", "mean")),
 )
+
+
+class WallClock:
+    """Real time, from the moment of construction."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self) -> float:
+        """Return seconds since construction."""
+        return time.perf_counter() - self._start
+
+    def wait_until(self, when: float) -> None:
+        """Sleep until `when`."""
+        left = when - self()
+        if left > 0:
+            time.sleep(left)
 
 
 def main() -> None:

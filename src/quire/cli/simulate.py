@@ -9,7 +9,6 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from quire.options import option
 
 if TYPE_CHECKING:
     from quire.simulate.trace import TraceRequest
-    from quire.simulate.waste import WasteMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +95,12 @@ def _simulate(options: SimulateOptions, config: EngineConfig) -> int:
     from quire.engine.resolve import load_info
     from quire.simulate.report import as_csv, summarize_run, table
     from quire.simulate.run import long_enough, make_cost, simulate
-    from quire.simulate.waste import waste_report, waste_table
+    from quire.simulate.waste import WasteMeter, waste_report, waste_table
 
     requests = _requests(options)
     info = long_enough(load_info(config), config, requests)
     cost, memory = make_cost(str(options.cost_model), config, info)
-    meter = _meter(options, requests)
+    meter = WasteMeter(requests) if options.waste else None
     started = time.perf_counter()
     gc.disable()  # what a replay makes it drops by itself; walking hundreds of thousands of blocks finds nothing
     try:
@@ -134,12 +132,6 @@ def _requests(options: SimulateOptions) -> list[TraceRequest]:
     if options.trace is not None:
         return read_trace(options.trace, time_scale=options.time_scale, limit=options.limit)
     return draw([parse_synthetic(text) for text in options.synthetic])[: options.limit]
-
-
-def _meter(options: SimulateOptions, requests: Sequence[TraceRequest]) -> WasteMeter | None:
-    from quire.simulate.waste import WasteMeter
-
-    return WasteMeter(requests) if options.waste else None
 
 
 def _calibrate(options: SimulateOptions, config: EngineConfig) -> int:

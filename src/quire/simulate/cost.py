@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -268,9 +268,3 @@ def parse_roofline(text: str, config: EngineConfig, info: ModelInfo) -> tuple[Ro
         num_resident=config.cache.kv_resident_layers or num_layers,
     )
     return cost, left
-
-
-def fits(cost: FittedCost, dtype: str, kv_dtype: str) -> dict[str, Any]:
-    """Return in which types `cost` was measured and the simulation differs, name -> (measured, simulated)."""
-    pairs = {"dtype": (cost.dtype, dtype), "kv_cache_dtype": (cost.kv_dtype, kv_dtype)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,11 +1,10 @@
 """`drive` replays a trace against an engine and records when each request was added, started and finished.
 
-It runs under a `VirtualClock`, which a cost model moves, or under the machine's `WallClock`.
+It runs under a `Clock`: a `VirtualClock`, which a cost model moves, or a real one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,23 +46,6 @@ class VirtualClock:
     def wait_until(self, when: float) -> None:
         """Jump to `when`, never back."""
         self.now = max(self.now, when)
-
-
-class WallClock:
-    """Real time, from the moment of construction."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __call__(self) -> float:
-        """Return seconds since construction."""
-        return time.perf_counter() - self._start
-
-    def wait_until(self, when: float) -> None:
-        """Sleep until `when`."""
-        left = when - self()
-        if left > 0:
-            time.sleep(left)
 
 
 MAX_IDLE_STEPS = 1000  # consecutive steps without tokens, elapsed time or outputs

@@ -14,7 +14,7 @@ from quire.engine.core import EngineCore
 from quire.engine.layerwise import layer_split
 from quire.engine.resolve import resolve_config
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
-from quire.simulate.cost import ROOFLINE, CostModel, fits, load_cost, parse_roofline
+from quire.simulate.cost import ROOFLINE, CostModel, load_cost, parse_roofline
 from quire.simulate.driver import RunLog, VirtualClock, drive
 from quire.simulate.executor import Observer, SimulatedExecutor
 from quire.simulate.trace import TraceRequest
@@ -72,12 +72,14 @@ def make_cost(spec: str, config: EngineConfig, info: ModelInfo) -> tuple[CostMod
         ConfigError: the file or the text is wrong.
     """
     resolved = resolve_config(config, info)
-    dtype, kv_dtype = resolved.model.dtype, resolved.cache.kv_cache_dtype
     if spec.startswith(ROOFLINE):
         return parse_roofline(spec, resolved, info)
     cost = load_cost(Path(spec))
-    for name, (measured, simulated) in fits(cost, dtype, kv_dtype).items():
-        logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
+    dtypes = {"dtype": (cost.dtype, resolved.model.dtype)}
+    dtypes["kv_cache_dtype"] = (cost.kv_dtype, resolved.cache.kv_cache_dtype)
+    for name, (measured, simulated) in dtypes.items():
+        if measured != simulated:
+            logger.warning("the cost model was measured with %s %s, not %s", name, measured, simulated)
     return cost, cost.memory
 
 

@@ -11,7 +11,7 @@ JSON lines of two formats are read, distinguished by their keys:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -215,12 +215,8 @@ def draw(loads: Sequence[Synthetic]) -> list[TraceRequest]:
                 TraceRequest(0, float(arrival), int(prompt), int(output), prefix, load.priority, load.tenant)
             )
         num_parts += load.groups
-    return renumbered(sorted(requests, key=lambda request: request.arrival))
-
-
-def renumbered(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Return the requests numbered in this order."""
-    return [replace(request, number=number) for number, request in enumerate(requests)]
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    return [replace(request, number=number) for number, request in enumerate(ordered)]
 
 
 def _arrivals(load: Synthetic, rng: np.random.Generator) -> np.ndarray:
