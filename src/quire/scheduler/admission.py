@@ -122,13 +122,9 @@ class Admission:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
         num_tokens = request.num_prompt_tokens + (request.engine_request.pooling is None)
         if num_tokens > self.max_model_len:
-            more = (
-                "; with one token to generate that exceeds"
-                if request.engine_request.pooling is None
-                else ", which exceeds"
-            )
+            more = ", which" if request.engine_request.pooling else "; with one token to generate that"
             return (
-                f"the prompt has {request.num_prompt_tokens} tokens{more} the "
+                f"the prompt has {request.num_prompt_tokens} tokens{more} exceeds the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
             )
         if not self.kv.can_ever_fit(num_tokens):
@@ -162,8 +158,7 @@ class Admission:
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
         if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
             if drafts:
-                num_known_left = sequence.num_uncomputed_tokens - len(drafts) - (0 if hit is None else hit.num_tokens)
-                sequence.drop_drafts(max(num_new - num_known_left, 0))
+                sequence.drop_drafts(max(num_new - (sequence.num_uncomputed_tokens - len(drafts)), 0))
                 drafts = sequence.draft_token_ids
             allocated = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
             if allocated is None:
