@@ -49,7 +49,7 @@ class Streaming:
         self.num_steps = self.num_streaming = 0
         self.blocks = 0.0
 
-    def __call__(self, step: SchedulerOutput, contents: StepContents, seconds: float) -> None:
+    def __call__(self, plan: SchedulerOutput, contents: StepContents, seconds: float) -> None:
         self.num_steps += 1
         self.num_streaming += contents.streamed + contents.exchanged > 0
         self.blocks += contents.streamed

@@ -66,11 +66,11 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step."""
         self.num_ahead += not self._taken
-        pending, counting = self.inner.submit(step), self
-        self.num_postponed += not pending.overlaps and bool(step.num_scheduled_tokens)
+        pending, counting = self.inner.submit(plan), self
+        self.num_postponed += not pending.overlaps and bool(plan.num_scheduled_tokens)
 
         class Watched:
             overlaps = pending.overlaps

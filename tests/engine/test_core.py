@@ -168,11 +168,11 @@ def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: 
         def num_disk_blocks(self) -> int:
             return 64
 
-        def submit(self, step: SchedulerOutput) -> PendingOutput:
-            if fails and step.num_scheduled_tokens:
+        def submit(self, plan: SchedulerOutput) -> PendingOutput:
+            if fails and plan.num_scheduled_tokens:
                 raise RuntimeError("lost")
-            self.stored += step.num_transfers(TransferOp.STORE, Tier.DISK)
-            return super().submit(step)
+            self.stored += plan.num_transfers(TransferOp.STORE, Tier.DISK)
+            return super().submit(plan)
 
     executor = Disk()
     core = make_core(folder, executor=executor, num_gpu_blocks_override=64, block_size=16)

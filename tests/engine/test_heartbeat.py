@@ -282,11 +282,11 @@ class DyingExecutor(NullExecutor):
         self.fatal: set[str] = set()
         self.seen: list[list[str]] = []
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         self.seen.append(self.memory.request_ids())
-        if any(new.sequence_id in self.fatal for new in step.new_sequences):
+        if any(new.sequence_id in self.fatal for new in plan.new_sequences):
             raise Death
-        return super().submit(step)
+        return super().submit(plan)
 
 
 def serve(memory: Heartbeat, folder: Path, messages: list[ToEngine], fatal: str = "") -> DyingExecutor:

@@ -51,11 +51,11 @@ class LateExecutor(NullExecutor):
         self._broken = broken
         self._pool = ThreadPoolExecutor(1)
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step, and let the one before end."""
         self.gate.set()
-        if not step.num_scheduled_tokens:
-            return self._pool.submit(super().submit, step).result(PATIENCE)
+        if not plan.num_scheduled_tokens:
+            return self._pool.submit(super().submit, plan).result(PATIENCE)
         compute_now = super().submit
         number, gate = self.num_begun, threading.Event()
         self.num_begun, self.gate = number + 1, gate
@@ -65,7 +65,7 @@ class LateExecutor(NullExecutor):
             assert gate.wait(PATIENCE), "nobody goes on"
             if number == self._broken:
                 raise ArithmeticError("as asked")
-            output = compute_now(step).result()
+            output = compute_now(plan).result()
             output.host_gap = 0.25
             return output
 

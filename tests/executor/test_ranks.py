@@ -22,8 +22,8 @@ from tests.helpers.engine_driver import Ask, EngineDriver
 from tests.helpers.ranks import rank_backends
 
 
-def compute(worker: Worker, step: SchedulerOutput) -> ModelOutput:
-    return worker.submit(step).result()
+def compute(worker: Worker, plan: SchedulerOutput) -> ModelOutput:
+    return worker.submit(plan).result()
 
 
 class PendingRanks:
@@ -74,10 +74,10 @@ class ThreadExecutor(RankedExecutor):
             ]
         )
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Have every worker compute the step."""
         workers = zip(self._threads, self.workers, strict=True)
-        return PendingRanks(self, [thread.submit(compute, worker, step) for thread, worker in workers])
+        return PendingRanks(self, [thread.submit(compute, worker, plan) for thread, worker in workers])
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_the_rank_that_failed_is_named(driver: EngineDriver) -> None:
     executor = driver.core.executor
     assert isinstance(executor, ThreadExecutor)
 
-    def broken(step: SchedulerOutput) -> PendingOutput:
+    def broken(plan: SchedulerOutput) -> PendingOutput:
         raise ArithmeticError("as asked")
 
     executor.workers[1].submit = broken  # type: ignore[method-assign]

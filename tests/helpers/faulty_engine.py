@@ -28,9 +28,9 @@ class FaultyExecutor(NullExecutor):
 
     pause = 0.0
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Run a step, unless a prompt in it is a bad one."""
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             match new.token_ids[0]:
                 case 990:
                     ctypes.string_at(0)
@@ -45,7 +45,7 @@ class FaultyExecutor(NullExecutor):
                 case 995:
                     self.pause = PACED_SECONDS
         time.sleep(self.pause)
-        return super().submit(step)
+        return super().submit(plan)
 
 
 def make_core(config: EngineConfig) -> EngineCore:

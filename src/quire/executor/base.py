@@ -132,12 +132,12 @@ class Executor(ABC):
         return None
 
     @abstractmethod
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step. One that does not overlap must be waited for before the next is submitted."""
 
-    def execute(self, step: SchedulerOutput) -> ModelOutput:
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
         """Run one step and return its result."""
-        return self.submit(step).result()
+        return self.submit(plan).result()
 
     def idle(self) -> bool:
         """With no request to compute, warm up one graph for later steps; return whether there was one."""

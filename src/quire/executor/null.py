@@ -56,11 +56,11 @@ class NullExecutor(Executor):
         self._known.clear()
         return 0
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Sample every sequence whose last known token is computed in this step."""
-        computed, drafts = self._take_in(step)
-        output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(step.loading_block_ids, True))
-        for sequence_id, count in step.num_scheduled_tokens.items():
+        computed, drafts = self._take_in(plan)
+        output = ModelOutput(sampled_token_ids={}, loaded=dict.fromkeys(plan.loading_block_ids, True))
+        for sequence_id, count in plan.num_scheduled_tokens.items():
             known = self._known[sequence_id]
             if computed[sequence_id] + count == known.count:
                 if known.pools:
@@ -73,8 +73,8 @@ class NullExecutor(Executor):
                     output.sampled_token_ids[sequence_id] = [known.last]
         for sequence_id, draft_token_ids in drafts.items():
             self._verify(self._known[sequence_id], draft_token_ids, output.sampled_token_ids.get(sequence_id))
-        if step.forks:
-            self._draw_forks([fork for fork in step.forks if fork.samples], output)
+        if plan.forks:
+            self._draw_forks([fork for fork in plan.forks if fork.samples], output)
         return CompletedOutput(output)
 
     def _verify(self, known: _Known, drafts: Sequence[int], sampled: list[int] | None) -> None:
@@ -87,17 +87,17 @@ class NullExecutor(Executor):
             known.count += 1
             sampled.append(known.last)
 
-    def _take_in(self, step: SchedulerOutput) -> tuple[dict[str, int], dict[str, Sequence[int]]]:
+    def _take_in(self, plan: SchedulerOutput) -> tuple[dict[str, int], dict[str, Sequence[int]]]:
         """Apply the step's changes; return the number of computed tokens of each sequence, and drafts of some."""
         known = self._known
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        for sequence_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             known.pop(sequence_id, None)
-        for fork in step.forks:
+        for fork in plan.forks:
             if not fork.samples:
                 self._fork(fork)
         computed: dict[str, int] = {}
         drafts: dict[str, Sequence[int]] = {}
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             computed[new.sequence_id] = new.num_computed_tokens
             known[new.sequence_id] = _Known(
                 new.num_tokens,
@@ -105,7 +105,7 @@ class NullExecutor(Executor):
                 new.num_candidates,
                 new.request.pooling is not None,
             )
-        for data in step.continuing:
+        for data in plan.continuing:
             computed[data.sequence_id] = data.num_computed_tokens
             if data.draft_token_ids:
                 drafts[data.sequence_id] = data.draft_token_ids

@@ -74,7 +74,7 @@ class RankedExecutor(Executor):
         """
 
     @abstractmethod
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """See `Executor`; the result is there when all ranks have ended the step. Raises what `collective_rpc` does."""
 
     @property
@@ -130,8 +130,8 @@ class InlineExecutor(RankedExecutor):
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(*args)]
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
-        return self.worker.submit(step)
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
+        return self.worker.submit(plan)
 
 
 def create_executor(config: EngineConfig, info: ModelInfo) -> Executor:

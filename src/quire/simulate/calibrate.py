@@ -183,8 +183,8 @@ class WorkloadRunner:
             preempted_sequence_ids=[],
         )
 
-    def _measure(self, workload: Workload, step: SchedulerOutput) -> Measured:
-        self._executor.execute(step)
+    def _measure(self, workload: Workload, plan: SchedulerOutput) -> Measured:
+        self._executor.execute(plan)
         return Measured(self._executor.last.contents, self._executor.last.seconds, workload.name)
 
 
@@ -241,11 +241,11 @@ class TimedExecutor(Executor):
         """Return enough for any number of blocks: they are allocated."""
         return 2**62
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Execute the step and measure it."""
-        contents, _ = self._reader.read(step)
+        contents, _ = self._reader.read(plan)
         before = self._clock()
-        result = self._inner.execute(step)
+        result = self._inner.execute(plan)
         self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
         return CompletedOutput(result)
 

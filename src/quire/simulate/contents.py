@@ -110,35 +110,35 @@ class LayerwiseReader:
         self._first_layerwise, self._block_size, self._share = first_layerwise, block_size, share
         self._tables: dict[str, _Table] = {}
 
-    def read(self, step: SchedulerOutput, contents: StepContents) -> None:
+    def read(self, plan: SchedulerOutput, contents: StepContents) -> None:
         """Process `step` and count the blocks that it streams."""
         first_layerwise, tables = self._first_layerwise, self._tables
-        copies = [(each.block_id, each.key) for each in step.transfers if each.op is TransferOp.COPY]
+        copies = [(each.block_id, each.key) for each in plan.transfers if each.op is TransferOp.COPY]
         num_loads = sum(source >= first_layerwise for source, _ in copies)
         num_stores = sum(target >= first_layerwise for _, target in copies)
         contents.num_layerwise_loads, contents.num_layerwise_stores = num_loads, num_stores
         contents.exchanged = (num_loads + num_stores) * self._share
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        for sequence_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             tables.pop(sequence_id, None)
-        for fork in step.forks:
+        for fork in plan.forks:
             if not fork.samples:
                 tables[fork.sequence_id] = _Table(tables[fork.parent_id].block_ids.copy(), first_layerwise)
         starts: dict[str, int] = {}
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             tables[new.sequence_id] = _Table(list(new.block_ids[0]), first_layerwise)
             starts[new.sequence_id] = new.num_computed_tokens
-        for data in step.continuing:
+        for data in plan.continuing:
             starts[data.sequence_id] = data.num_computed_tokens
             self._grow(tables[data.sequence_id], data.new_block_ids, data.replaced_blocks)
         loads: set[int] = set()
         num_stores = 0
-        for sequence_id, count in step.num_scheduled_tokens.items():
+        for sequence_id, count in plan.num_scheduled_tokens.items():
             table, start = tables[sequence_id], starts[sequence_id]
             if table.layerwise:
                 loads.update(table.layerwise[: bisect_left(table.indices, -(-start // self._block_size))])
                 first = bisect_left(table.indices, start // self._block_size)
                 num_stores += bisect_left(table.indices, -(-(start + count) // self._block_size)) - first
-        for fork in step.forks:
+        for fork in plan.forks:
             if fork.samples:
                 tables[fork.sequence_id] = _Table(tables[fork.parent_id].block_ids.copy(), first_layerwise)
         contents.num_layerwise_loads += len(loads)
@@ -178,23 +178,23 @@ class StepReader:
         """From now on count layerwise blocks, those from `first_layerwise` on, of whose layers `share` are streamed."""
         self._layerwise = LayerwiseReader(first_layerwise, block_size, share)
 
-    def read(self, step: SchedulerOutput) -> tuple[StepContents, dict[str, list[int]]]:
+    def read(self, plan: SchedulerOutput) -> tuple[StepContents, dict[str, list[int]]]:
         """Process `step`; return its contents, and a new token for every sequence that is sampled.
 
         The tokens of a sequence are all the same, and those of two sequences differ.
         """
-        rows, windows, scheduled = self.rows, self._windows, step.num_scheduled_tokens
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        rows, windows, scheduled = self.rows, self._windows, plan.num_scheduled_tokens
+        for sequence_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             rows.pop(sequence_id, None)
-        contents = StepContents(num_tokens=step.total_num_scheduled_tokens, num_sequences=len(scheduled))
+        contents = StepContents(num_tokens=plan.total_num_scheduled_tokens, num_sequences=len(scheduled))
         sampled: dict[str, list[int]] = {}
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             rows[new.sequence_id] = Row(new.num_tokens, [self._next_token])
             self._next_token += 1
             contents.num_new += 1
             contents.num_new_known_tokens += new.num_tokens
         context = 0.0
-        going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
+        going: list[ContinuingSequenceData | NewSequenceData] = [*plan.continuing, *plan.new_sequences]
         for data in going:
             sequence_id, start = data.sequence_id, data.num_computed_tokens
             count = scheduled.get(sequence_id, 0)
@@ -208,12 +208,12 @@ class StepReader:
                 row.num_known += 1
         contents.decode_context = context
         contents.num_sampled = len(sampled)
-        contents.num_moved_blocks = sum(each.tier is Tier.HOST for each in step.transfers)
+        contents.num_moved_blocks = sum(each.tier is Tier.HOST for each in plan.transfers)
         contents.num_disk_blocks = sum(
-            each.tier is Tier.DISK and each.op is not TransferOp.CLEAR for each in step.transfers
+            each.tier is Tier.DISK and each.op is not TransferOp.CLEAR for each in plan.transfers
         )
         if self._layerwise is not None:
-            self._layerwise.read(step, contents)
+            self._layerwise.read(plan, contents)
         contents.is_new_shape = self._is_new((contents.num_tokens, contents.num_sequences, contents.num_sampled))
         return contents, sampled
 

@@ -81,17 +81,17 @@ class SimulatedExecutor(Executor):
         """The same in every run."""
         return b"simulation"
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Let the step's time pass; sample every sequence whose last known token is computed in it."""
-        contents, sampled = self._reader.read(step)
+        contents, sampled = self._reader.read(plan)
         seconds = self._cost.seconds(contents)
         self._clock.advance(seconds)
         self.busy_seconds += seconds
         self.num_new_shapes += contents.is_new_shape
         if self._observer is not None:
-            self._observer(step, contents, seconds)
+            self._observer(plan, contents, seconds)
         return CompletedOutput(
-            ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(step.loading_block_ids, True))
+            ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(plan.loading_block_ids, True))
         )
 
     def close(self) -> None:

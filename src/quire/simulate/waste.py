@@ -136,20 +136,20 @@ class WasteMeter:
             str(request.number): min(request.num_tokens - 1, self.max_model_len - 1) for request in self.requests
         }
 
-    def __call__(self, step: SchedulerOutput, contents: StepContents, seconds: float) -> None:
+    def __call__(self, plan: SchedulerOutput, contents: StepContents, seconds: float) -> None:
         """Add a step that lasted `seconds`: its sequences have their slots for as long."""
-        for name in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        for name in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             if self._held.pop(name, None) is not None:
                 self._drop(self._tables.pop(name))
                 self._buddies.free(name)
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             self._tables[new.sequence_id] = list(new.block_ids[0])
             self._owners.update(new.block_ids[0])
             self._buddies.allocate(new.sequence_id, _power_of_two(self._finals[new.sequence_id]))
-        going: list[ContinuingSequenceData | NewSequenceData] = [*step.continuing, *step.new_sequences]
+        going: list[ContinuingSequenceData | NewSequenceData] = [*plan.continuing, *plan.new_sequences]
         for data in going:
-            self._held[data.sequence_id] = data.num_computed_tokens + step.num_scheduled_tokens.get(data.sequence_id, 0)
-        for data in step.continuing:
+            self._held[data.sequence_id] = data.num_computed_tokens + plan.num_scheduled_tokens.get(data.sequence_id, 0)
+        for data in plan.continuing:
             table = self._tables[data.sequence_id]
             for group, index, block_id in data.replaced_blocks:
                 if group == 0:

@@ -108,19 +108,19 @@ class InputBatch:
         arrays = [*vars(self).values(), *vars(self.sampling).values()]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
-    def update(self, step: SchedulerOutput) -> None:
+    def update(self, plan: SchedulerOutput) -> None:
         """Apply the step's changes: sequences that left, forked, came, and grew."""
         self.has_drafts = False
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        for sequence_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             self._remove(sequence_id)
-        for fork in step.forks:
+        for fork in plan.forks:
             if not fork.samples:
                 self._fork(fork)
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             self._add(new)
-        for continuing in step.continuing:
+        for continuing in plan.continuing:
             self._extend(continuing)
-        for fork in step.forks:
+        for fork in plan.forks:
             if fork.samples:
                 self._fork(fork)
 

@@ -86,11 +86,11 @@ class Pooler:
         self._spec: PoolingSpec = model.spec
         self._texts: dict[str, _Text] = {}
 
-    def apply(self, step: SchedulerOutput) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         """Add new sequences and remove those that left; one that was preempted starts again."""
-        for sequence_id in (*step.finished_sequence_ids, *step.preempted_sequence_ids):
+        for sequence_id in (*plan.finished_sequence_ids, *plan.preempted_sequence_ids):
             self._texts.pop(sequence_id, None)
-        for new in step.new_sequences:
+        for new in plan.new_sequences:
             self._texts[new.sequence_id] = _Text(self._params(new))
 
     def _params(self, new: NewSequenceData) -> PoolingParams:

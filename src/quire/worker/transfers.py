@@ -165,7 +165,7 @@ class BlockTransfers:
             self._tiers[Tier.DISK] = DiskTierWorker(store, self._host)
         self._tiers[Tier.HOST] = HostTierWorker(self._host)
 
-    def apply(self, step: SchedulerOutput) -> dict[int, bool]:
+    def apply(self, plan: SchedulerOutput) -> dict[int, bool]:
         """Do the transfers of `step`; return the asynchronous loads that ended since the last call.
 
         The result says of each device block whether it now holds what it was to be loaded with. With `wait_for_loads`
@@ -173,7 +173,7 @@ class BlockTransfers:
         stored in it, and loads from it fail.
         """
         loaded: dict[int, bool] = {}
-        for (op, tier), transfers in order_transfers(step.transfers):
+        for (op, tier), transfers in order_transfers(plan.transfers):
             if op is _COPY:
                 self._copy(transfers)
             elif tier not in self._tiers:
@@ -185,7 +185,7 @@ class BlockTransfers:
             else:
                 self._tiers[tier].clear()
         for each in self._tiers.values():
-            loaded |= each.finish_loads(wait=step.wait_for_loads)
+            loaded |= each.finish_loads(wait=plan.wait_for_loads)
         return loaded
 
     def warm_up(self) -> None:

@@ -220,10 +220,10 @@ class Worker:
         """Return the key of the disk tier's block hashes; None without a disk tier."""
         return None if self._store is None else self._store.hash_key
 
-    def submit(self, step: SchedulerOutput) -> PendingOutput:
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step; see `Executor`."""
         assert self.runner is not None, "allocate() comes before submit()"
-        return self.runner.submit(step)
+        return self.runner.submit(plan)
 
     def idle(self) -> bool:
         return self.runner is not None and self.runner.graphs.record_next()

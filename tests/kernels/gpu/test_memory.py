@@ -100,10 +100,10 @@ def test_what_is_measured_is_the_largest_step(tmp_path: Path, monkeypatch: pytes
     seen: list[tuple[int, int, int]] = []
     original = ModelRunner.submit
 
-    def submit(runner: ModelRunner, step: SchedulerOutput) -> object:
-        pending = original(runner, step)
-        (blocks,) = {data.block_ids[0][0] for data in step.new_sequences}
-        seen.append((step.total_num_scheduled_tokens, len(pending.result().sampled_token_ids), blocks))
+    def submit(runner: ModelRunner, plan: SchedulerOutput) -> object:
+        pending = original(runner, plan)
+        (blocks,) = {data.block_ids[0][0] for data in plan.new_sequences}
+        seen.append((plan.total_num_scheduled_tokens, len(pending.result().sampled_token_ids), blocks))
         return pending
 
     monkeypatch.setattr(ModelRunner, "submit", submit)
