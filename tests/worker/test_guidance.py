@@ -9,7 +9,7 @@ from quire.kernels.cpu.backend import CPUBackend
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.metadata import Bitmask
 from quire.tokenizer.tokenizer import Tokenizer
-from quire.worker.guidance import BitmaskWriter, Constraint, masked_logprobs
+from quire.worker.guidance import BitmaskWriter, Guide, masked_logprobs
 from tests.frontend.conftest import MAKERS, NAMED
 
 
@@ -25,15 +25,19 @@ def ids(text: str) -> list[int]:
     return [tokenizer().encode_segments([char])[0] for char in text]
 
 
+def guide(store: GrammarStore, grammar: str) -> Guide:
+    return Guide(store.start(grammar), None, jump_forward=True, vocab_size=425)
+
+
 @pytest.mark.parametrize("vocab_size", [425, 447, 448, 449, 512])
 def test_masks_of_several_rows_are_written_at_once(vocab_size: int) -> None:
     store = GrammarStore(tokenizer, vocab_size)
     writer = BitmaskWriter(4, vocab_size)
     writer.start([])
     writer.wait()
-    digits, word = Constraint(store.start("start: /[0-3]/")), Constraint(store.start('start: "k" "m"?'))
+    digits, word = guide(store, "start: /[0-3]/"), guide(store, 'start: "k" "m"?')
     writer.bits[:] = -1
-    writer.start([(digits, 2), (word, 0)])
+    writer.start([(digits.matcher, 2), (word.matcher, 0)])
     writer.wait()
     assert allowed(writer.bits[2]) == sorted(ids("0123"))
     assert allowed(writer.bits[0]) == ids("k")
@@ -41,24 +45,23 @@ def test_masks_of_several_rows_are_written_at_once(vocab_size: int) -> None:
     word.accept(ids("k"))
     twin = word.fork()
     twin.accept(ids("m"))
-    writer.start([(word, 0), (twin, 1)])
+    writer.start([(word.matcher, 0), (twin.matcher, 1)])
     writer.wait()
     assert allowed(writer.bits[0]) == sorted([*ids("m"), 422])
     assert (word.complete, twin.complete) == (False, True)
-    assert twin.forced_tokens() == []
     writer.close()
 
 
 def test_a_token_outside_the_grammar_is_an_error_and_no_end() -> None:
-    constraint = Constraint(GrammarStore(tokenizer, 425).start('start: "ab"'))
-    assert constraint.allows(ids("ab"))
-    assert not constraint.allows(ids("ac"))
-    assert constraint.forced_tokens() == tokenizer().encode_segments(["ab"])
-    assert constraint.error is None
-    constraint.accept(ids("ac"))
-    assert constraint.error is not None
-    assert "\n" not in constraint.error
-    assert (constraint.complete, constraint.forced_tokens()) == (False, [])
+    store = GrammarStore(tokenizer, 425)
+    made = guide(store, 'start: "ab" "cd"')
+    assert made.error is None and not made.complete
+    spelled = tokenizer().encode_segments(["abcd"])
+    assert made.fork().advance(spelled[0], 10) == spelled[1:]
+    made.accept(ids("ac"))
+    assert made.error is not None
+    assert "\n" not in made.error
+    assert not made.complete
 
 
 def test_masked_log_probabilities_are_those_of_the_whole_distribution() -> None:

@@ -1,9 +1,8 @@
 """What constrains sampling from outside: grammars (structured output) and budgets of reasoning.
 
-`Constraint` is one sequence's position in its grammar, `Guide` what one sequence must follow, `Guidance` the guides of
-a step. A guide masks the next token, accepts each sampled token, and appends tokens that have no alternative
-without asking the model (jump-forward, Zheng et al. 2023, "SGLang", section 4): they are computed together in the next
-step, like a chunk of a prompt.
+`Guide` is what one sequence must follow, `Guidance` the guides of a step. A guide masks the next token, accepts each
+sampled token, and appends tokens that have no alternative without asking the model (jump-forward, Zheng et al. 2023,
+"SGLang", section 4): they are computed together in the next step, like a chunk of a prompt.
 
 Bitmasks depend on final tokens only, so they are computed while the model runs.
 """
@@ -28,49 +27,8 @@ from quire.structured.lark import GRAMMAR_FAILED, first_line
 MAX_THREADS = 8  # they run beside the model, which has use for all cores
 
 
-class Constraint:
-    """A sequence's position in its grammar."""
-
-    __slots__ = ("matcher",)
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
-
-    def fork(self) -> Constraint:
-        """Return an independent copy."""
-        return Constraint(self.matcher.deep_copy())
-
-    def accept(self, token_ids: list[int]) -> None:
-        """Append tokens. Those that the grammar or its limits do not allow are an `error`."""
-        if token_ids:
-            self.matcher.consume_tokens(token_ids)
-
-    @property
-    def error(self) -> str | None:
-        """Why the grammar cannot go on, or None."""
-        if not self.matcher.is_error():
-            return None
-        return f"{GRAMMAR_FAILED}{first_line(self.matcher.get_error())}"
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text satisfies the grammar and only its end may follow."""
-        return self.matcher.is_stopped() and not self.matcher.is_error()
-
-    def allows(self, token_ids: list[int]) -> bool:
-        """Whether these tokens may come next, one after the other."""
-        return self.matcher.validate_tokens(token_ids) == len(token_ids)
-
-    def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next: the only possible text, as the tokenizer would spell it.
-
-        Its last tokens, which could merge with what follows, are left out.
-        """
-        return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
-
-
 class BitmaskWriter:
-    """Writes the bitmasks of up to `max_rows` constraints at a time into `bits`, int32 [max_rows, ceil(V / 32)]."""
+    """Writes the bitmasks of up to `max_rows` grammars at a time into `bits`, int32 [max_rows, ceil(V / 32)]."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         # One more than the vocabulary: for texts without end, see `GrammarVocabulary`.
@@ -79,17 +37,16 @@ class BitmaskWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
-    def start(self, constraints: Sequence[tuple[Constraint, int]]) -> None:
-        """Begin to write the bitmask of each constraint into its row of `bits`. `wait` must follow."""
-        if not constraints:
+    def start(self, matchers: Sequence[tuple[LLMatcher, int]]) -> None:
+        """Begin to write the bitmask of each matcher into its row of `bits`. `wait` must follow."""
+        if not matchers:
             return
         if self._executor is None or self._thread is None:
             self._executor = LLExecutor(max(1, min((os.cpu_count() or 1) // 4, MAX_THREADS)))
             self._thread = ThreadPoolExecutor(1, "quire-masks")
         width = 4 * self.bits.shape[1]
-        matchers = [(constraint.matcher, row) for constraint, row in constraints]
         self._running = self._thread.submit(
-            self._executor.unsafe_compute_mask_ptr, matchers, self.bits.ctypes.data, width, len(self.bits)
+            self._executor.unsafe_compute_mask_ptr, list(matchers), self.bits.ctypes.data, width, len(self.bits)
         )
 
     def wait(self) -> None:
@@ -123,16 +80,17 @@ class Guide:
     """What one sequence must follow: a grammar, a budget of reasoning, or both.
 
     Args:
+        matcher: the sequence's position in its grammar, or None.
         jump_forward: whether tokens without alternative may be appended without asking the model. Not where each
             token's log-probability is requested, other options may ban it, or the sequence is a beam.
         min_tokens: the end is banned before so many generated tokens, if the grammar allows anything else.
     """
 
-    __slots__ = ("_jump_forward", "_stop_ids", "_vocab_size", "constraint", "min_tokens", "thinking")
+    __slots__ = ("_jump_forward", "_stop_ids", "_vocab_size", "matcher", "min_tokens", "thinking")
 
     def __init__(
         self,
-        constraint: Constraint | None,
+        matcher: LLMatcher | None,
         thinking: ThinkingBudget | None,
         *,
         jump_forward: bool,
@@ -140,7 +98,7 @@ class Guide:
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self.constraint = constraint
+        self.matcher = matcher
         self.thinking = thinking
         self.min_tokens = min_tokens
         self._jump_forward = jump_forward
@@ -150,7 +108,7 @@ class Guide:
     def fork(self) -> Guide:
         """Return an independent copy."""
         return Guide(
-            None if self.constraint is None else self.constraint.fork(),
+            None if self.matcher is None else self.matcher.deep_copy(),
             None if self.thinking is None else self.thinking.fork(),
             jump_forward=self._jump_forward,
             vocab_size=self._vocab_size,
@@ -159,12 +117,24 @@ class Guide:
         )
 
     def accept(self, token_ids: list[int]) -> None:
-        """Append tokens of the sequence."""
-        if self.constraint is not None:
-            self.constraint.accept(token_ids)
+        """Append tokens of the sequence. Those that its grammar or the limits do not allow are an `error`."""
+        if self.matcher is not None and token_ids:
+            self.matcher.consume_tokens(token_ids)
         if self.thinking is not None:
             for token_id in token_ids:
                 self.thinking.accept(token_id)
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on, or None."""
+        if self.matcher is None or not self.matcher.is_error():
+            return None
+        return f"{GRAMMAR_FAILED}{first_line(self.matcher.get_error())}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text satisfies its grammar and only its end may follow."""
+        return self.matcher is not None and self.matcher.is_stopped() and not self.matcher.is_error()
 
     def advance(self, token_id: int, room: int) -> list[int]:
         """Accept a sampled token; return those, up to `room`, that must follow. They are accepted, too."""
@@ -175,7 +145,7 @@ class Guide:
             if not forced:
                 break
             self.accept(forced)
-            if self.constraint is not None and self.constraint.error is not None:
+            if self.error is not None:
                 break
             appended += forced
         return appended
@@ -188,15 +158,19 @@ class Guide:
         if self.thinking is None:
             return []
         end = self.thinking.forced_tokens()
-        if end and self.constraint is not None and not self.constraint.allows(end):
+        if end and self.matcher is not None and self.matcher.validate_tokens(end) < len(end):
             return []
         return end
 
     def _forced_tokens(self) -> list[int]:
+        """Return the tokens that must come next: the end of the reasoning, or the only text that the grammar allows.
+
+        Of such a text the last tokens, which could merge with what follows, are left out.
+        """
         end = self.end_of_thinking()
-        if end or self.constraint is None:
+        if end or self.matcher is None or self.matcher.is_stopped():
             return end
-        forced = self.constraint.forced_tokens()
+        forced: list[int] = self.matcher.compute_ff_tokens()
         if self.thinking is not None and not self.thinking.over:
             forced = forced[:1]  # any of them may use up the budget
         for index, token_id in enumerate(forced):
@@ -244,16 +218,17 @@ class Guidance:
         request, output_ids = new.request, new.output_token_ids
         if request.grammar is None and request.thinking is None:
             return None
-        constraint = None
+        matcher = None
         if request.grammar is not None:
             assert self._grammars is not None, "this worker has no grammar store"
-            constraint = Constraint(self._grammars.start(request.grammar))
-            constraint.accept(output_ids)
+            matcher = self._grammars.start(request.grammar)
+            if output_ids:
+                matcher.consume_tokens(list(output_ids))
         params = request.sampling_params
         may_ban = params.allowed_token_ids is not None or bool(request.bad_words_ids) or bool(params.logits_processors)
         with_logprobs = params.returns_logprobs
         return Guide(
-            constraint,
+            matcher,
             None if request.thinking is None else ThinkingBudget(request.thinking, output_ids),
             jump_forward=self._jump_forward and not (with_logprobs or new.num_candidates or may_ban),
             vocab_size=self._vocab_size,
@@ -264,21 +239,21 @@ class Guidance:
     def start(self, rows: list[int], batch: Rows) -> None:
         """Begin to compute the bitmasks of the rows that are sampled in this step."""
         self._index_of = {}
-        constraints: list[tuple[Constraint, int]] = []
+        matchers: list[tuple[LLMatcher, int]] = []
         for row in rows:
             guide = batch.guides.get(row)
             if guide is None:
                 continue
             end = guide.end_of_thinking()
-            if not end and guide.constraint is None:
+            if not end and guide.matcher is None:
                 continue
             index = self._index_of[row] = len(self._index_of)
             if end:
                 self._writer.bits[index] = 0
                 _set(self._writer.bits[index], end[0])
-            elif guide.constraint is not None:
-                constraints.append((guide.constraint, index))
-        self._writer.start(constraints)
+            elif guide.matcher is not None:
+                matchers.append((guide.matcher, index))
+        self._writer.start(matchers)
 
     def finish(self, rows: np.ndarray, batch: Rows) -> dict[int, str]:
         """Wait for the bitmasks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
@@ -291,9 +266,9 @@ class Guidance:
         errors: dict[int, str] = {}
         for index, row in enumerate(rows.tolist()):
             guide = batch.guides.get(row)
-            if guide is None or guide.constraint is None:
+            if guide is None or guide.matcher is None:
                 continue
-            error = guide.constraint.error
+            error = guide.error
             if error is not None:
                 errors[index] = error
             elif guide.min_tokens and batch.num_tokens[row] - batch.num_prompt_tokens[row] < guide.min_tokens:
@@ -327,13 +302,12 @@ class Guidance:
             if appended:
                 batch.append_tokens(row, appended)
                 sampled += appended
-            if guide.constraint is not None:
-                error = guide.constraint.error
-                if error is not None:
-                    output.errors[sequence_id] = error
-                    output.refused.append(sequence_id)
-                elif guide.constraint.complete:
-                    output.completed.append(sequence_id)
+            error = guide.error
+            if error is not None:
+                output.errors[sequence_id] = error
+                output.refused.append(sequence_id)
+            elif guide.complete:
+                output.completed.append(sequence_id)
 
     def close(self) -> None:
         """End threads."""
