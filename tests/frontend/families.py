@@ -246,6 +246,68 @@ MISTRAL_V3 = r"""{%- if messages[0]["role"] == "system" %}
 {%- endfor %}
 """
 
+MISTRAL_V7 = r"""{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}
+        {%- set system_message = messages[0]['content'] %}
+    {%- else %}
+        {%- set system_message = messages[0]['content'][0]['text'] %}
+    {%- endif %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "You answer briefly. Today is " + strftime_now("%Y-%m") + "." %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
+{%- if tools %}
+    {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- for message in loop_messages %}
+    {%- if message['role'] == 'user' %}
+        {%- if message['content'] is string %}
+            {{- '[INST]' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST]' }}
+            {%- for block in message['content'] %}
+                {%- if block['type'] == 'text' %}
+                    {{- block['text'] }}
+                {%- elif block['type'] in ['image', 'image_url'] %}
+                    {{- '[IMG]' }}
+                {%- else %}
+                    {{- raise_exception('Only text and image blocks are supported in message content!') }}
+                {%- endif %}
+            {%- endfor %}
+            {{- '[/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'system' %}
+        {{- '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message['tool_calls'] is defined and message['tool_calls'] %}
+            {{- '[TOOL_CALLS][' }}
+            {%- for call in message['tool_calls'] %}
+                {%- if call['id'] is not defined or call['id'] | length < 9 %}
+                    {{- raise_exception('Tool call IDs must be strings with length of at least 9!') }}
+                {%- endif %}
+                {{- '{"name": "' + call['function']['name'] + '", "arguments": ' }}
+                {{- call['function']['arguments'] | tojson }}
+                {{- ', "id": "' + call['id'][-9:] + '"}' }}
+                {%- if not loop.last %}{{- ', ' }}{%- endif %}
+            {%- endfor %}
+            {{- ']' + eos_token }}
+        {%- elif message['content'] is string %}
+            {{- message['content'] + eos_token }}
+        {%- else %}
+            {{- message['content'][0]['text'] + eos_token }}
+        {%- endif %}
+    {%- elif message['role'] == 'tool' %}
+        {{- '[TOOL_RESULTS]{"content": ' + message['content'] | tojson + ', "call_id": "' }}
+        {{- message['tool_call_id'][-9:] + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception('Only user, system, assistant and tool roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
 MISTRAL_V11 = r"""{{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'system' %}
@@ -275,6 +337,39 @@ MISTRAL_V11 = r"""{{- bos_token }}
     {%- endif %}
 {%- endfor %}
 """
+
+PHI4_MINI = r"""{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+{%- elif tools %}
+    {%- set system_message = "You are helpful." %}
+{%- endif %}
+{%- if system_message is defined %}
+    {{- '<|system|>' + system_message }}
+    {%- if tools %}
+        {{- ' You may call functions: <|tool_call|>[{"name": "n", "arguments": {"a": "b"}}]<|/tool_call|>\n<|tool|>' }}
+        {{- tools | tojson }}
+        {{- '<|/tool|>' }}
+    {%- endif %}
+    {{- '<|end|>' -}}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|tool_response|>' + message['content'] | tojson + '<|end|>' }}
+    {%- elif message['role'] != 'system' %}
+        {{- '<|' + message['role'] + '|>' }}
+        {%- if message.content %}{{ message['content'] }}{% endif %}
+        {%- if message.tool_calls %}
+            {{- '<|tool_call|>[' }}
+            {%- for call in message.tool_calls %}
+                {{- {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+                {{- ', ' if not loop.last }}
+            {%- endfor %}
+            {{- ']<|/tool_call|>' }}
+        {%- endif %}
+        {{- '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' -}}{% else %}{{- eos_token -}}{%- endif %}"""
 
 GEMMA3 = r"""{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
@@ -410,7 +505,8 @@ _CHATML = _tokens("<|im_start|> <|im_end|> <|endoftext|>")
 _MISTRAL = _tokens(
     "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
 )
-_MISTRAL11 = (*_MISTRAL, *_tokens("[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT] [CALL_ID] [ARGS] [THINK] [/THINK]"))
+_MISTRAL7 = (*_MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+_MISTRAL11 = (*_MISTRAL7, "[TOOL_CONTENT]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 _DEEPSEEK = _tokens("<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>")
 _DEEPSEEK_PLAIN = _tokens(
     "<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> "
@@ -423,6 +519,10 @@ _KIMI = _tokens(
     "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>"
 )
 _HARMONY = _tokens("<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|call|> <|return|> <|endoftext|>")
+_PHI = _tokens(
+    "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|> <|tool|> <|/tool|> <|tool_call|> <|/tool_call|> "
+    "<|tool_response|>"
+)
 _GEMMA = _tokens("<bos> <eos> <start_of_turn> <end_of_turn>")
 _GEMMA4 = _tokens('<bos> <eos> <|turn> <turn|> <|tool> <tool|> <|tool_call> <tool_call|> <|channel> <channel|> <|"|>')
 _COHERE = _tokens(
@@ -440,6 +540,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(QWEN3, _CHATML, _QWEN_NAMED, _QWEN_PLAIN),
     "qwen3_coder": Family(QWEN3_CODER, _CHATML, _QWEN_NAMED, _QWEN_PLAIN[:2]),
     "mistral_v3": Family(MISTRAL_V3, _MISTRAL, _MISTRAL_NAMED),
+    "mistral_v7": Family(MISTRAL_V7, _MISTRAL7, _MISTRAL_NAMED),
     "mistral_v11": Family(MISTRAL_V11, _MISTRAL11, _MISTRAL_NAMED),
     "deepseek_v3": Family(DEEPSEEK_V3, _DEEPSEEK, _DEEPSEEK_NAMED, _DEEPSEEK_PLAIN),
     "deepseek_r1": Family(DEEPSEEK_R1, _DEEPSEEK, _DEEPSEEK_NAMED, _DEEPSEEK_PLAIN),
@@ -447,6 +548,7 @@ FAMILIES: dict[str, Family] = {
     "glm45": Family(GLM45, _GLM, {"eos_token": "<|endoftext|>"}, (*_QWEN_PLAIN, "<arg_key>", "</arg_key>")),
     "kimi_k2": Family(KIMI_K2, _KIMI, {"bos_token": "[BOS]", "eos_token": "[EOS]"}),
     "gpt_oss": Family(GPT_OSS, _HARMONY, {"eos_token": "<|return|>", "pad_token": "<|endoftext|>"}),
+    "phi4_mini": Family(PHI4_MINI, _PHI, {"eos_token": "<|endoftext|>"}),
     "gemma3": Family(GEMMA3, _GEMMA, _GEMMA_NAMED),
     "gemma4": Family(GEMMA4, _GEMMA4, _GEMMA_NAMED),
     "command_r": Family(COMMAND_R, _COHERE, {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"}),
