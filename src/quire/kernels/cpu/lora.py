@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.checkpoint.tensor import HostTensor
 from quire.kernels.cpu.arrays import as_rows, row_step
+from quire.kernels.cpu.formats import to_storage
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i64_ptr
 from quire.kernels.cpu.rows import as_ids, copy_row
@@ -194,13 +196,9 @@ def limit_row(args, first, last, scratch):
 
 
 def _stored(matrix: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a flat copy of float32 values in a storage format: bfloat16 (nearest even), or float32 for all others."""
-    flat = np.array(matrix, np.float32, order="C").reshape(-1)
-    if dtype != "bfloat16":
-        return flat
-    bits = flat.view(np.uint32)
-    bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)
-    return (bits >> 16).astype(np.uint16)
+    """Return a flat copy of float32 values in a storage format: bfloat16, or float32 for all others."""
+    flat = HostTensor(np.array(matrix, np.float32, order="C").reshape(-1), "float32")
+    return to_storage(flat, "bfloat16" if dtype == "bfloat16" else "float32")
 
 
 def _panels(matrix: np.ndarray, dtype: str) -> Packed:
