@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
 STALLED_SECONDS = 1.5  # beyond what is explained: then the server is not ready
 STACKS_SECONDS = 2.0  # a client takes half a second at most
-SLEPT_SECONDS = 1.0  # late by so much, this process did not run itself, and the engine perhaps neither
+SLEPT_SECONDS = 1.0  # a poll so late means that this process did not run, and perhaps the engine did not either
 MAX_LOGGED = 8
 
 
