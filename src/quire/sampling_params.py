@@ -8,7 +8,7 @@ line follow these declarations and report whatever they raise; nothing here know
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -472,7 +472,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
-        _check_fields(self, OPTIONS)
+        _check_fields(self, _CHECKS)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         self.bad_words = self.bad_words or []
         if self.greedy:  # the likeliest token survives all three
@@ -545,12 +545,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
 
-def _check_fields(params: msgspec.Struct, options: Mapping[str, Option]) -> None:
-    """Replace each field that has a check by what the check returns."""
-    for name, option in options.items():
+def _check_fields(params: msgspec.Struct, checks: Sequence[tuple[str, Check, bool]]) -> None:
+    """Replace each field that has a check by what the check returns; None stands where the field may be None."""
+    for name, check, optional in checks:
         value = getattr(params, name)
-        if option.check is not None and not (value is None and option.optional):
-            setattr(params, name, option.check(name, value))
+        if value is not None or not optional:
+            setattr(params, name, check(name, value))
 
 
 def with_recommended(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -586,7 +586,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Check every field. Structs decoded from the wire pass through here too."""
-        _check_fields(self, _BEAM_OPTIONS)
+        _check_fields(self, _BEAM_CHECKS)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
@@ -634,6 +634,10 @@ def _options_of(kind: type[msgspec.Struct]) -> dict[str, Option]:
     return found
 
 
+def _checks_of(options: Mapping[str, Option]) -> list[tuple[str, Check, bool]]:
+    return [(name, option.check, option.optional) for name, option in options.items() if option.check is not None]
+
+
 def names_in(interface: str) -> dict[str, str]:
     """Return the names that "hf" (generation_config.json) or "ollama" have for sampling fields, with the fields."""
     names = ((name.partition("."), field) for field, option in OPTIONS.items() for name in option.names)
@@ -643,5 +647,6 @@ def names_in(interface: str) -> dict[str, str]:
 OPTIONS = _options_of(SamplingParams)
 REFUSED = {name: option.refused for name, option in OPTIONS.items() if option.refused}
 NEEDS = {name: option.needs for name, option in OPTIONS.items() if option.needs}
-_BEAM_OPTIONS = _options_of(BeamSearchParams)
+_CHECKS = _checks_of(OPTIONS)
+_BEAM_CHECKS = _checks_of(_options_of(BeamSearchParams))
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
