@@ -20,7 +20,7 @@ from quire.kernels.reference.quantize import quantize_rows, quantize_weight
 from tests.helpers import stored
 from tests.helpers.packed import packed_nbytes, unpacked
 from tests.helpers.stored import pack_from
-from tests.kernels.both_ways import T_SIZES, both_ways, new_launcher
+from tests.kernels.both_ways import both_ways, new_launcher
 from tests.kernels.scenes import DTYPES, host, normal, round_to
 from tests.kernels.test_compile import answer, start
 
@@ -169,7 +169,7 @@ def test_groups_are_those_allowed() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("bits", "group"), KINDS)
-@pytest.mark.parametrize("rows", T_SIZES)
+@pytest.mark.parametrize("rows", [2, 5, 8, 65, 130])
 def test_products_are_the_specified_ones(rows: int, bits: int, group: int | None, level: str) -> None:
     rng = np.random.default_rng(rows)
     outputs, inputs = int(rng.integers(1, 120)), int(rng.integers(1, 300))
@@ -241,7 +241,7 @@ def test_results_are_near_the_unrounded_ones() -> None:
         assert relative_error(linear(ONE, x, pack(values, 4, group)), exact) < limit
 
 
-@pytest.mark.parametrize("rows", T_SIZES)
+@pytest.mark.parametrize("rows", [1, 5, 8, 65, 130])
 def test_inputs_may_stay_as_they_are(rows: int) -> None:
     rng = np.random.default_rng(rows)
     values, bias, wide = normal(rng, 70, 101), normal(rng, 70), normal(rng, rows, 120)
