@@ -110,7 +110,7 @@ def stage_units(args, queries):
 
 @jit
 def split_units(args, units, fair):
-    """Split units that cost more than `fair`; return the numbers of units, merges and parts."""
+    """Split units that cost more than `fair`; return the numbers of units, merges and partial results."""
     staged, merges, heads = i64_ptr(args[STAGED]), i64_ptr(args[MERGES]), args[P_HEADS]
     made, merged, slots = units, 0, 0
     for u in range(units):
@@ -251,7 +251,7 @@ def _emit(
     params: AttentionParams,
     plan: Plan,
 ) -> None:
-    """Emit the items and, after them, what folds the parts of split ones."""
+    """Emit attention for the items and, after it, the merging of partial results of split ones."""
     heads, size = params.num_kv_heads, params.head_size
     tables = metadata.block_tables
     scores = float(params.scale), float(params.softcap or 0.0), _floats(params.sinks), _floats(params.alibi_slopes)

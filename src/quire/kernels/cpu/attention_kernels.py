@@ -75,7 +75,7 @@ NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
 SCALE, SOFTCAP, SINKS, SLOPES, PARTIAL_ROWS, ITEM_ROWS = range(18, 24)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
-# at `position` ..; segments first .. last - 1. Parts go to slot `slot` + head * slots + segment; `slots` 0 is none.
+# at `position` ..; segments first .. last - 1. Partial results go to slot `slot` + head * slots + segment; `slots` 0 is none.
 SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, LENGTH = range(RECORD)
 
 
@@ -287,7 +287,7 @@ def softmax_floats(scores, rows, first, last, scaled, value_scales, maxes, total
 
 @jit
 def merge_segment(args, state, row, rows, base, maxes, totals, values, padded, work):
-    """Fold the segment that starts at `base` into `rows` <= 8 rows; `work`: 48 floats of scratch."""
+    """Merge the segment that starts at `base` into `rows` <= 8 rows; `work`: 48 floats of scratch."""
     (_, begins, ends), _, largest, total, sums = state
     old, seen = load(largest, row), load(maxes, 0)
     new = maximum(old, seen)
@@ -319,7 +319,7 @@ def finish(args, record, head, state, used, padded):
 
 @jit
 def merge_item(args, record, head, scratch):
-    """Fold the parts of some rows, for one KV head."""
+    """Merge the partial results of some rows, for one KV head."""
     padded = pad(args[OUT_SIZE])
     used = record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     state, work = row_state(scratch, args[PARTIAL_ROWS], padded)
@@ -537,7 +537,7 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, state
 
 @jit
 def attend_floats(args, keys, values, record, head, scratch):
-    """Attention of an item's rows, or its parts for `merge`, for one KV head."""
+    """Attention of an item's rows, or its partial results for `merge`, for one KV head."""
     size = args[SIZE]
     padded, used = pad(args[OUT_SIZE]), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     state, behind = row_state(scratch, args[ITEM_ROWS], padded)
@@ -852,7 +852,7 @@ def attend_groups(args, record, head, segment, used, state, buffers, scales, lay
 
 @jit
 def attend_paired(args, record, head, scratch):
-    """Attention of an item's rows, or its parts for `merge`, for one KV head."""
+    """Attention of an item's rows, or its partial results for `merge`, for one KV head."""
     size, scaled = args[SIZE], args[KEY_SCALES] != 0
     padded, used = pad(size), record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     state, behind = row_state(scratch, args[ITEM_ROWS], padded)
@@ -937,7 +937,7 @@ def latent_buffers(scratch, rows, size, padded):
 
 @jit
 def attend_latent_paired(args, record, head, scratch):
-    """Attention of an item's rows, or its parts for `merge`, for one group of heads."""
+    """Attention of an item's rows, or its partial results for `merge`, for one group of heads."""
     size, padded = args[SIZE], pad(args[OUT_SIZE])
     used = record[COUNT] * (args[NUM_HEADS] // args[KV_HEADS])
     state, behind = row_state(scratch, args[ITEM_ROWS], padded)
