@@ -172,6 +172,10 @@ def test_queues_are_bounded(make_server: MakeServer, options: dict[str, int], co
             check_error(answer, 503, "engine_overloaded")
     server.wait_until(lambda: idle(server))
     assert sing(server) == sung
+    rejections = (
+        f'vllm:admission_rejections_total{{engine="0",model_name="fake",reason="queue_full"}} {count - accepted}'
+    )
+    assert rejections in server.http.get("/metrics").text
 
 
 def test_a_long_prompt_among_short_ones(make_server: MakeServer) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire.errors import OverloadedError
 from quire.server.errors import Family, error_body, family_of
 from tests.helpers.live_server import LiveServer, MakeServer
-from tests.server.checks import HI, JSON, check_refused
+from tests.server.checks import COMPLETIONS, HI, JSON, check_refused
 from tests.server.sockets import read_until, request_bytes
 
 MESSAGES, COUNT, OLLAMA_CHAT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/v1/chat/completions"
@@ -18,7 +18,8 @@ MESSAGES, COUNT, OLLAMA_CHAT, CHAT = "/v1/messages", "/v1/messages/count_tokens"
 
 def body_of(path: str) -> dict[str, Any]:
     """Return a good request."""
-    return {"model": "fake", "messages": HI, **({"max_tokens": 3} if path == MESSAGES else {})}
+    said: dict[str, Any] = {"prompt": "a", "ignore_eos": True} if path == COMPLETIONS else {"messages": HI}
+    return {"model": "fake", **said, **({"max_tokens": 3} if path == MESSAGES else {})}
 
 
 PATHS = (MESSAGES, COUNT, OLLAMA_CHAT, CHAT)
@@ -131,6 +132,7 @@ def test_a_bug_is_not_described(make_server: MakeServer, monkeypatch: pytest.Mon
         ),
         (OLLAMA_CHAT, b'\n{"error":"logits are not finite"}\n'),
         (CHAT, b'data: {"error":{"message":"logits are not finite","type":"server_error"'),
+        (COMPLETIONS, b'data: {"error":{"message":"logits are not finite","type":"server_error"'),
     ],
 )
 def test_an_error_within_a_stream(make_server: MakeServer, path: str, ending: bytes) -> None:

@@ -132,34 +132,6 @@ def test_a_request_that_can_never_fit_is_told_why(make_server: MakeServer, strea
     assert 'vllm:corrupted_requests_total{engine="0",model_name="fake"} 0.0' in scrape
 
 
-def test_a_request_that_fails_in_its_stream_ends_it_with_the_reason(make_server: MakeServer) -> None:
-    server = make_server(llm={"max_model_len": 100_000})
-    body = {**ENDLESS, "max_tokens": 90_000, "stream": True}
-    with server.connect() as connection:
-        connection.sendall(request_bytes("/v1/completions", body, "Connection: close\r\n"))
-        read_until(connection, b"data: ")
-        server.do(lambda: server.engine.fail_on.update(server.engine.live))
-        rest = read_all(connection)
-    assert b'data: {"error":{"message":"logits are not finite","type":"server_error"' in rest
-    assert b"[DONE]" not in rest
-
-
-def test_a_full_queue_says_when_to_come_back(make_server: MakeServer) -> None:
-    server = make_server(max_num_queued_reqs=2)
-    server.do(server.fake_client.hold)
-    with ThreadPoolExecutor(2) as pool:
-        accepted = [pool.submit(server.http.post, "/v1/completions", json=ENDLESS) for _ in range(2)]
-        server.wait_until(lambda: len(server.engine.live) == 2)
-        refused = server.http.post("/v1/completions", json={**ENDLESS, "stream": True})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_overloaded"
-        assert refused.headers["retry-after"] == "1"
-        server.do(server.fake_client.resume)
-        assert [item.result(10).status_code for item in accepted] == [200, 200]
-    scrape = server.http.get("/metrics").text
-    assert 'vllm:admission_rejections_total{engine="0",model_name="fake",reason="queue_full"} 1.0' in scrape
-
-
 def test_all_prompts_of_a_request_are_accepted_or_none(make_server: MakeServer) -> None:
     server = make_server(max_num_queued_reqs=2)
     server.do(server.fake_client.hold)

@@ -1,8 +1,8 @@
 """Bounds on connections: their number, size and time of a head, and how long a response may stay unread.
 
-Uvicorn's fast parser knows none of them, so that one client could hold any number of connections, or send a header of
-any length, without ever making a request. What is unsent of an answer is bounded by the transport, which makes its
-writers wait from 64 KB on, and by the kernel's buffer for the connection.
+Uvicorn's httptools parser has no such bounds: one client could hold any number of connections, or send a header of any
+length, without ever completing a request. The unsent part of a response is bounded by the transport, which pauses its
+writers from 64 KB on, and by the kernel's send buffer.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def tune_listener(listener: socket.socket) -> None:
 
 
 def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
-    """Return the app with answers that end where the connection does: HTTP/1.0 knows no chunks, which uvicorn forgets.
+    """Return the app with responses that end with the connection: HTTP/1.0 has no chunks, which uvicorn ignores.
 
     Args:
-        cycle: uvicorn's state of the request. Told that it sends no chunks, it counts down to the announced length.
+        cycle: uvicorn's state of the request; without chunks it counts the bytes down to the announced length.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -66,7 +66,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def merge(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (which stream, output) from several streams as they come; an error of any ends all."""
+    """Yield (index of the stream, output) from several streams as they come. Raises the first error of any stream."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output
@@ -101,16 +101,16 @@ async def merge(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, R
 class EventStream(Response):
     """A response of server-sent events.
 
-    A client that reads slowly holds up its own stream only: nothing is taken from `events` while more than a little is
-    unsent. One that reads nothing is cut off by the connection; see `http`.
+    A slow client delays its own stream only: while more than a bounded amount is unsent, no further event is taken from
+    `events`. A client that reads nothing is disconnected; see `http`.
 
     Args:
         events: complete events, `data: ...` with the blank line behind; several may come in one piece.
-        close: called at the end, however it came about.
+        close: called at the end, also after an error or a disconnect.
     """
 
     media_type = "text/event-stream"
-    keep_alive = KEEP_ALIVE  # what is sent while there are no events; b"" for kinds of streams without comments
+    keep_alive = KEEP_ALIVE  # sent while there are no events; b"" for kinds of streams without comments
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -139,10 +139,10 @@ class EventStream(Response):
                         await self._start(send)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     if pulse is not None:
-                        pulse.go_on()
+                        pulse.resume()
         except OSError:
             raise
-        except Exception as error:  # the boundary of the request: the client must hear of it
+        except Exception as error:  # the boundary of the request: the client gets it as an error event
             if not isinstance(error, QuireError):
                 logger.exception("a stream failed")
                 error = QuireError(str(error))
@@ -176,10 +176,10 @@ class EventStream(Response):
 
 
 class _Pulse:
-    """Calls `beat` whenever nothing else was sent for so many seconds, and never while something is being sent.
+    """Calls `beat` after `seconds` in which nothing was sent, but never while something is being sent.
 
-    What a stream pays for it is a look at the clock per event: the timer is not set anew, but looks at what time it
-    should have been.
+    An event costs one read of the clock: the timer is not reset, but compares with the time of the last event when it
+    fires.
     """
 
     def __init__(self, seconds: float, beat: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -192,18 +192,18 @@ class _Pulse:
         self._timer = self._loop.call_later(seconds, self._on_time)
 
     async def pause(self) -> None:
-        """Return when nothing is being sent; nothing will be until `go_on`."""
+        """Wait for a running `beat`; no other one starts until `resume`."""
         self._busy = True
         if self._beating is not None:
             await self._beating
 
-    def go_on(self) -> None:
-        """Something has just been sent."""
+    def resume(self) -> None:
+        """Note that an event was sent now."""
         self._busy = False
         self._latest = self._loop.time()
 
     def stop(self) -> None:
-        """Never send anything again."""
+        """Stop for good."""
         self._timer.cancel()
         if self._beating is not None:
             self._beating.cancel()

@@ -185,20 +185,6 @@ def test_the_failure_of_a_whole_answer_is_an_error(make_server: MakeServer) -> N
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_cancels_its_response(make_server: MakeServer, streamed: bool) -> None:
-    server = make_server(llm=LONG)
-    body = {"model": "fake", "input": "a", "stream": streamed, "max_output_tokens": 90_000, "ignore_eos": True}
-    data = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    with server.connect() as connection:
-        connection.sendall(head.encode() + data)
-        server.wait_until(lambda: server.engine.num_steps > 5)
-    server.wait_until(lambda: not server.engine.live and server.context.num_open == 0)
-    assert len(server.engine.aborted) == 1
-    assert server.do(lambda: server.context.jobs) == set()
-
-
 def test_a_stream_that_is_left_is_kept_as_cancelled(make_server: MakeServer) -> None:
     server = make_server(llm=LONG)
     body = {"model": "fake", "input": "a", "stream": True, "max_output_tokens": 90_000, "ignore_eos": True}
