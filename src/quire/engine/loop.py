@@ -19,17 +19,15 @@ from quire.step import SchedulerOutput, SequenceOutput
 
 
 class Clients(Protocol):
-    """The clients of an engine, each known by a number.
-
-    Attributes:
-        connected: those that are sent the outputs in which nothing runs any more. closed: whether the loop is to end.
-    """
+    """The clients of an engine, each known by a number."""
 
     @property
-    def connected(self) -> list[int]: ...
+    def connected(self) -> list[int]:
+        """All of them, to be sent that nothing runs any more."""
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the loop is to end."""
 
     def receive(self, wait: bool) -> list[tuple[int, ToEngine | None]]:
         """Return the messages that have arrived and their clients; None is a client's end.
