@@ -9,6 +9,8 @@ TRITON_INTERPRET. `python -m tests.helpers.pretend_gpu MODULE:FUNCTION` calls a 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +27,18 @@ from triton.runtime.driver import driver
 
 # Bytes of shared memory that a block may have, by compute capability.
 MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = """
+import importlib, inspect, json, sys
+from dataclasses import astuple
+from tests.helpers.pretend_gpu import pretend_gpu
+function, capability = getattr(importlib.import_module(sys.argv[1]), sys.argv[2]), int(sys.argv[3])
+with pretend_gpu(capability) as compiled:
+    function(*[divmod(capability, 10)][: len(inspect.signature(function).parameters)])
+print(json.dumps([astuple(one) for one in compiled]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,25 @@ def pretend_gpu(capability: int = 90) -> Iterator[list[Resources]]:
     finally:
         triton.compiler.CompiledKernel._init_handles = original
         driver._active = before
+
+
+def run_compiling(program: str, *arguments: str) -> list[str]:
+    """Run a program in a process in which Triton compiles, and return the lines that it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def compile_in_child(function: str, capability: int = 90) -> list[Resources]:
+    """Call `MODULE:FUNCTION` under `pretend_gpu` in a process of its own; return what its kernels take.
+
+    The function takes the compute capability as a pair, or nothing.
+    """
+    lines = run_compiling(CHILD, *function.split(":"), str(capability))
+    return [Resources(*fields) for fields in json.loads(lines[-1])]
 
 
 def main() -> None:

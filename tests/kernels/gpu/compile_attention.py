@@ -59,17 +59,3 @@ def launch(capability: tuple[int, int] = (9, 0)) -> None:
     invariant = backend_of("bfloat16", "bfloat16", capability, batch_invariant=True)
     attend(invariant, "llama", 8, 1)
     attend(invariant, "llama", 4, 512)
-
-
-def launch_ampere() -> None:
-    """Launch the same for compute capability 8.0."""
-    launch((8, 0))
-
-
-def launch_benchmarks() -> None:
-    """Run every case of the benchmark once, cut down in size."""
-    from benchmarks.gpu.kernels_attention import cases
-
-    for case in cases(backend_of("bfloat16", "bfloat16", (9, 0)), 64):
-        case.run(0)
-        case.run(1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers.pretend_gpu import run_compiling
+
 NOTHING = """
 import torch
 from tests.helpers import pretend_gpu
@@ -76,20 +72,10 @@ def add_kernel(x, count):
     tl.store(x + at, tl.load(x + at, at < count) + 1, at < count)
 
 
-def run(code: str, *arguments: str) -> str:
-    """Run a program in which kernels are compiled, not interpreted, and return what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU of its own Triton needs no other")
 def test_nothing_is_launched_while_kernels_are_compiled_ahead() -> None:
-    run(NOTHING)
+    run_compiling(NOTHING)
 
 
 @pytest.mark.slow
@@ -98,5 +84,5 @@ def test_nothing_is_launched_while_kernels_are_compiled_ahead() -> None:
     "model", ["llama -", "llama int8", "llama int4", "mixtral -", "qwen3_5_text -", "deepseek_v3 -"]
 )
 def test_kernels_that_are_compiled_ahead_serve_steps_of_all_sizes(model: str) -> None:
-    late = run(SIZES, *model.split()).splitlines()[-1].split()[1:]
+    late = run_compiling(SIZES, *model.split())[-1].split()[1:]
     assert [name for name in late if name not in ("_sort_pairs",)] == []

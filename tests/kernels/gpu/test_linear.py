@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +24,11 @@ from quire.kernels.reference.quantize import quantize_rows as plain_rows
 from quire.kernels.reference.quantize import round_rows_fp8
 from quire.kernels.weight_storage import stored_layout, stored_size
 from tests.helpers import stored
+from tests.helpers.pretend_gpu import run_compiling
 from tests.helpers.quantizers import NF4
 from tests.kernels.gpu.common import ACTS, DEVICE
 from tests.kernels.scenes import host, normal, round_to
 
-COMPILING = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 QUANTIZATIONS = (None, "int8", "int8-weight-only", "int4", "fp8")
 USUAL = {
@@ -350,27 +347,6 @@ def test_weights_pass_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 80])
-def test_kernels_compile_for_a_gpu(capability: int) -> None:
-    code = f"""
-from tests.helpers.pretend_gpu import MOST_SHARED, pretend_gpu
-from tests.kernels.gpu.compile_linear import few, many, rest
-version = ({capability} // 10, {capability} % 10)
-for function in few, many, rest:
-    with pretend_gpu({capability}) as compiled:
-        function(version)
-    assert compiled
-    for made in compiled:
-        assert made.local <= 16, made
-        assert made.shared <= MOST_SHARED[{capability}], made
-        assert (made.name == "gemm_kernel") == bool(made.matrix_unit), made
-    large = [made.matrix_unit for made in compiled if made.name == "gemm_kernel" and made.num_warps == 8]
-    assert {capability} < 90 or set(large) <= {{"wgmma"}}, large
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=500, env=COMPILING)
-
-
-@pytest.mark.slow
 def test_benchmark_cases_run() -> None:
     code = """
 from benchmarks.gpu.kernels_linear import FORMS, activation, cases, product, table
@@ -389,7 +365,7 @@ with pretend_gpu() as compiled:
     activation(backend, "some", 2, 64).run(0)
 assert len(compiled) > 8
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=500, env=COMPILING)
+    run_compiling(code)
 
 
 def test_stored_choices_are_heeded() -> None:

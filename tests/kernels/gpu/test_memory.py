@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint, write_plain
 from tests.kernels.gpu.common import DEVICE
-from tests.meta.source import ENVIRONMENT
 
 MIB = 2**20
 TOTAL = 8_000_000_000
@@ -127,17 +124,6 @@ def test_what_is_measured_is_the_largest_step(tmp_path: Path, monkeypatch: pytes
         assert memory.used == 1000 + 500 * min(512, tokens) // tokens + TOTAL // 32
         assert seen.pop() == expected
         worker.close()
-
-
-@pytest.mark.slow
-def test_the_kernel_that_moves_blocks_compiles_without_spills() -> None:
-    names = ["tests.kernels.gpu.compile_block_move:launch"]
-    environment = {key: value for key, value in ENVIRONMENT.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.pretend_gpu", *names]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("move_blocks")]
-    assert len(lines) == 4
-    assert all(" local     0 " in line for line in lines)
 
 
 @pytest.mark.gpu

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers.pretend_gpu import run_compiling
+
 PROGRAM = """
 import json, sys
 from tests.helpers.pretend_gpu import pretend_gpu
@@ -35,12 +32,7 @@ LAUNCHES = {  # kernels that a layer launches at one token and at 64
 @pytest.mark.slow
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_layer_is_few_launches_that_do_not_spill(pdl: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    command = [sys.executable, "-c", PROGRAM, str(pdl)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    launches, made = json.loads(done.stdout.splitlines()[-1])
+    launches, made = json.loads(run_compiling(PROGRAM, str(pdl))[-1])
     assert launches.keys() == LAUNCHES.keys()
     for name, names in launches.items():
         # Copies to float32 stand for products into it, which only cuBLAS has; 2: the last norm and the logits.
