@@ -33,7 +33,7 @@ def unlogged_paths(given: Iterable[str], always: Iterable[str] = ()) -> frozense
 
 
 def log_access(keys: ApiKeys, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-    """Write the line of a request that is over."""
+    """Write the line of a finished request."""
     state = scope["state"]
     client = scope.get("client")
     fields: dict[str, Any] = {

@@ -141,7 +141,7 @@ class UnloadAdapterRequest(RequestModel):
 
 @router.post("/v1/load_lora_adapter", openapi_extra=body_schema(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> Response:
-    """Read and check an adapter, and offer it. 404 if there is no such folder, 400 with the reason if it is no good."""
+    """Load and check an adapter, and list it. 404 if there is no such folder, 400 with the reason if it is invalid."""
     context = _checked(request)
     body = await parse_request(request, LoadAdapterRequest)
     if any(item.answers_to(body.lora_name) for item in context.models.models):

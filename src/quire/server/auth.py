@@ -39,7 +39,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ApiKeys:
-    """The configured keys; without any, every request is let in.
+    """The configured keys; without keys, every request is accepted.
 
     Args:
         keys: without limits. file: with more keys, which may have limits. clock: monotonic seconds, for limits.
@@ -95,7 +95,7 @@ class ApiKeys:
         return {**self._from_options, **found}
 
     def _replace(self, keys: dict[bytes, ApiKey]) -> None:
-        """Use other keys from now on; what was used of a limit stays used."""
+        """Replace the keys; used quota is kept."""
         quotas = {}
         for digest, key in keys.items():
             quota = self._quotas.get(digest)
@@ -130,11 +130,11 @@ class ApiKeys:
         return digest
 
     def get(self, digest: bytes | None) -> ApiKey | None:
-        """Return the key of this digest; None if there is none (any more)."""
+        """Return the key of this digest; None if there is none, or no longer."""
         return None if digest is None else self._keys.get(digest)
 
     def quota(self, digest: bytes | None) -> Quota | None:
-        """Return what was used of a key's limits; None if it has no limits."""
+        """Return the quota of a key; None if it has no limits."""
         quota = None if digest is None else self._quotas.get(digest)
         return quota if quota is not None and quota.key.limited else None
 
@@ -157,7 +157,7 @@ def _refusal(message: str) -> HTTPProblem:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return what is stored and compared in place of a key."""
+    """Return the SHA-256 digest of a key, which is stored and compared in its place."""
     return hashlib.sha256(key).digest()
 
 
@@ -229,7 +229,7 @@ def _read_text(path: str, warn: bool) -> str:
 
 
 def _entries(text: str) -> list[Any]:
-    """Return the entries of a file in either format, which its first line tells."""
+    """Return the entries of a file, in the format that its first line indicates."""
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines or not (lines[0] == "---" or lines[0].startswith(("- ", "keys:", "[", "{"))):

@@ -1,4 +1,4 @@
-"""Files of requests in OpenAI's batch format, answered by an app without any socket.
+"""Batch files in OpenAI's format, answered by an app without a socket.
 
 A line of input has `custom_id`, `method`, `url` and `body`; its line of output has the same `custom_id` and either a
 `response` (status, id and body, as over HTTP) or an `error`, for lines that are no requests. Output has the order of
@@ -96,7 +96,7 @@ class Reader:
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Return the id in a line that is no good otherwise, None if it has none."""
+    """Return the `custom_id` of an invalid line, None if it has none."""
     try:
         custom_id = parse_json(line).get("custom_id")
     except RequestError:
@@ -113,7 +113,7 @@ def _text(fields: Fields, name: str) -> str:
 
 
 def _is_broken(text: str) -> bool:
-    """Whether there is half a surrogate pair in a text, which could not be written into a result."""
+    """Whether a text has a lone surrogate, which could not be written into a result."""
     try:
         text.encode()
     except UnicodeEncodeError:

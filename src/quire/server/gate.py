@@ -1,4 +1,4 @@
-"""The gate every request passes: request id, size of the head, API key, state of the server, log line, last resort.
+"""The gate every request passes: request id, size of the head, API key, server state, access log, unexpected errors.
 
 A plain ASGI middleware: Starlette's wrap requests and responses, which costs time per chunk and hides disconnects.
 """
@@ -89,7 +89,7 @@ class Gate:
                 await self._app(scope, receive, exchange.send)
 
     def _record(self, scope: Scope, exchange: _Exchange) -> None:
-        """Count, log and trace a request that is over."""
+        """Count, log and trace a finished request."""
         seconds = time.perf_counter() - exchange.started
         path = scope["path"]
         if self._context.metrics is not None:

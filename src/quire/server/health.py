@@ -1,7 +1,8 @@
 """Probes: liveness, readiness and load of the server. No call to an engine is made here.
 
-Alive is a server that gets on by itself: one that loads, drains, or replaces its engine is. Ready is one that requests
-should be sent to now; requests that arrive while an engine is being replaced wait for it.
+Liveness is false only if a restart of the server would help: a server that loads, drains or replaces its engine is
+alive. Readiness tells a load balancer whether to send requests now; requests that arrive while an engine is being
+replaced wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REASONS = {
 
 
 def readiness(context: ServerContext) -> str:
-    """Return "ok", or the first of the words of `REASONS` that is true of the server or one of its models."""
+    """Return "ok", or the first key of `REASONS` that applies to the server or one of its models."""
     if context.draining:
         return "draining"
     if context.models.fatal:
@@ -49,7 +50,7 @@ def liveness(context: ServerContext) -> str:
 @router.head("/livez", include_in_schema=False)
 @router.get("/livez")
 async def livez(request: Request) -> Response:
-    """Say whether the server gets on by itself: 200, or 503 with dead or stalled."""
+    """Liveness: 200, or 503 with dead or stalled."""
     return _answer(liveness(context_of(request)), explain=True)
 
 
@@ -58,7 +59,7 @@ async def livez(request: Request) -> Response:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Say whether requests should be sent here: 200, or 503 with loading, draining, restarting, stalled or dead."""
+    """Readiness: 200, or 503 with loading, draining, restarting, stalled or dead."""
     return _answer(readiness(context_of(request)), explain=True)
 
 
@@ -81,7 +82,7 @@ async def ping(request: Request) -> Response:
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """Return how many requests are being worked on."""
+    """Return the number of open requests."""
     return json_response({"server_load": context_of(request).num_open})
 
 

@@ -116,7 +116,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
 
 
 class _Decoder(json.JSONDecoder):
-    """As its base, but written in Python, so that other threads have their turn, and with a count of values."""
+    """`json.JSONDecoder` in pure Python: other threads can run meanwhile, and values are counted."""
 
     def __init__(self, **hooks: Any) -> None:
         super().__init__(**hooks)

@@ -61,7 +61,7 @@ class RateLimitError(HTTPProblem):
 class TokenBucket:
     """A token bucket that holds a minute's worth: full at first, refilled evenly.
 
-    What is only known afterwards may overdraw it; then it refills from below zero.
+    Usage that is known only afterwards may overdraw it; it then refills from below zero.
     """
 
     __slots__ = ("_clock", "_latest", "_level", "per_minute")
@@ -74,7 +74,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """What is in it now."""
+        """The current level."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._latest) * self.per_minute / 60)
         self._latest = now
@@ -89,14 +89,14 @@ class TokenBucket:
         self._level = min(self.per_minute, self.level - amount)
 
     def resize(self, per_minute: int) -> None:
-        """Change the size; what was taken stays taken."""
+        """Change the size; used tokens stay used."""
         taken = self.per_minute - self.level
         self.per_minute = per_minute
         self._level = per_minute - taken
 
 
 class Quota:
-    """What was used of the limits of one key."""
+    """The limits of one key, and how much of them is used."""
 
     def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -193,7 +193,7 @@ class ConcurrencySlot:
         self.extended = False
 
     def extend(self) -> None:
-        """Go on counting the request after its response."""
+        """Keep the slot beyond the response."""
         self.extended = True
 
     def __enter__(self) -> ConcurrencySlot:
@@ -223,7 +223,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self.arrival + self.seconds - time.monotonic())
 
     def exceeded(self) -> HTTPProblem:

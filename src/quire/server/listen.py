@@ -44,7 +44,7 @@ def listening(server: ServerConfig) -> Iterator[socket.socket]:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Return what identifies a file, even against a later one with the same inode."""
+    """Return the identity of a file, which differs from that of a later file with the same inode."""
     found = os.stat(path)
     return (found.st_dev, found.st_ino, found.st_mtime_ns)
 
@@ -153,7 +153,7 @@ def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: floa
 
 
 def reload_certificate(context: ssl.SSLContext, server: ServerConfig) -> None:
-    """Have new connections get the certificate that is in the file now. Raises `ConfigError` and changes nothing."""
+    """Load the certificate file again, for new connections. Raises `ConfigError`, changing nothing."""
     assert server.ssl_certfile is not None
     try:
         # In a context of its own first: the one in use must not be left with half of a pair.

@@ -113,7 +113,7 @@ class Metrics:
         return self._models[name]
 
     def on_rejected(self, reason: str, model: str | None = None) -> None:
-        """Count a request that was turned away.
+        """Count a rejected request.
 
         Args:
             reason: one of a few words, such as those of `REJECTIONS`. model: which one it was for, if it came so far.
@@ -147,11 +147,11 @@ class Metrics:
         return encoder(self.registry), content_type
 
     def describe(self) -> list[Metric]:
-        """Tell the registry that names are only known at collection."""
+        """Return nothing: the registry learns the names at collection."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what is known of the models, each metric once with the samples of all."""
+        """Yield the metrics of models, each metric once with the samples of all models."""
         found: dict[str, Metric] = {}
         for model in self._models.values():
             for metric in model.collect():
@@ -474,7 +474,7 @@ class _Total:
 
 
 class StatsLog:
-    """Sums up what happened between two lines of the log."""
+    """Statistics between two lines of the log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

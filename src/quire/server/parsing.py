@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked protocol model. Everything here is bounded before it costs anything.
+"""Parses the bytes of a request into a checked protocol model. Sizes are checked before any work is done.
 
 JSON is read strictly: UTF-8 only (a byte order mark is tolerated), no NaN or Infinity, at most 64 levels; of duplicate
 keys the last one counts. No type is converted: "5" is not a number and true is not 1. A null field is an absent one.
@@ -211,7 +211,7 @@ async def process_body(request: Request, work: Callable[[], T]) -> T:
 
 
 def _check_surrogates(data: Mapping[str, Any]) -> None:
-    """Raise `RequestError` for half a surrogate pair, which is no text and cannot be passed on."""
+    """Raise `RequestError` for a lone surrogate, which cannot be encoded as UTF-8."""
     for name, value in data.items():
         if name in NAMED_ELSEWHERE:
             continue

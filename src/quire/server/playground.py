@@ -115,7 +115,7 @@ def _file_route(file: PageFile) -> Any:
 
 
 def engine_state(context: ServerContext, model: ServedModel) -> str:
-    """Return the state of an engine in a word: ready, or why it is not."""
+    """Return the state of an engine: ready, or the reason why it is not."""
     if context.draining:
         return "draining"
     if model.status != "loaded":

@@ -64,7 +64,7 @@ class Timings:
 
     @classmethod
     def of(cls, stream: RequestStream) -> Timings:
-        """Return those of a stream so far."""
+        """Return the timings of a stream so far."""
         state = stream.state
         return cls(
             engine_id=state.request_id,
@@ -111,7 +111,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 class RequestRecord:
-    """What is known of an HTTP request that runs in an engine, while it does and after.
+    """The record of an HTTP request that runs in an engine, kept after its end.
 
     Args:
         response_id, request_id: as the client knows them. given_id: the body's `request_id`. key_digest: of its key.
@@ -152,7 +152,7 @@ class RequestRecord:
 
     @property
     def timings(self) -> list[Timings]:
-        """Those of each prompt."""
+        """The timings of each prompt."""
         return self._timings if self._timings is not None else [Timings.of(stream) for stream in self._streams]
 
     def end(self) -> None:
@@ -274,7 +274,7 @@ class RequestRecords:
             ) from None
 
     def live(self, key_digest: bytes | None) -> list[RequestRecord]:
-        """Return those of running requests of this key, the oldest first."""
+        """Return the records of this key's running requests, the oldest first."""
         return [record for record in self._live if (key_digest, record.response_id) in record.names]
 
 

@@ -1,6 +1,6 @@
 """OpenTelemetry traces of requests: http -> queue, prefill, decode, with the `gen_ai.*` attributes.
 
-Spans are made when a request is over, from times that are known anyway, so tracing costs nothing while tokens flow.
+Spans are made when a request has finished, from its recorded times, so tracing costs nothing per token.
 They are sent in batches by a thread of the SDK; what it cannot deliver is dropped. The SDK is only imported if it is
 needed (`--otlp-traces-endpoint`, extra `otel`). Prompts and outputs are never part of a trace.
 """
@@ -34,7 +34,7 @@ NANOSECONDS = 1_000_000_000
 
 
 class Tracing:
-    """Makes spans of requests that are over.
+    """Makes spans of finished requests.
 
     Args:
         endpoint: URL of a collector that takes OTLP over HTTP. exporter: instead of it.
@@ -79,7 +79,7 @@ class Tracing:
         thread.join(EXPORT_SECONDS)
 
     def trace(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        """Make the spans of a request that is over now. Routes that generate nothing have none."""
+        """Make the spans of a request that has just finished. Routes that generate nothing have none."""
         records: list[RequestRecord] = scope["state"].get("records", [])
         if not records:
             return
@@ -160,7 +160,7 @@ def trace_of(scope: Scope) -> re.Match[bytes] | None:
 
 
 def traced_parameters(params: Params) -> dict[str, Any]:
-    """Return what traces say of a request's parameters."""
+    """Return the attributes of a request's parameters."""
     if isinstance(params, PoolingParams):
         return {}
     if not isinstance(params, SamplingParams):
@@ -174,7 +174,7 @@ def traced_parameters(params: Params) -> dict[str, Any]:
 
 
 def _attributes(record: RequestRecord, number: int, timings: Timings, end: float) -> Mapping[str, Any]:
-    """Return what a span says of a generation: by the names of OpenTelemetry's conventions, and by vLLM's."""
+    """Return the attributes of a generation, under the names of OpenTelemetry's conventions and under vLLM's."""
     times = timings.metrics
     values: dict[str, Any] = {
         "gen_ai.operation.name": "generate",
