@@ -72,10 +72,13 @@ class AdapterRegistry:
 
     Args:
         call: runs an operation of the engine.
+
+    Attributes:
+        enabled: whether the engine serves adapters.
     """
 
     def __init__(self, config: EngineConfig, call: Callable[..., Awaitable[dict[str, Any]]]) -> None:
-        self._enabled = config.lora.enable_lora
+        self.enabled = config.lora.enable_lora
         self._call = call
         self._modules = parse_modules(config.server.lora_modules)
         self._modules_loaded = False
@@ -87,11 +90,6 @@ class AdapterRegistry:
     def registered(self) -> list[RegisteredAdapter]:
         """All of them, in order of registration."""
         return list(self._registered.values())
-
-    @property
-    def enabled(self) -> bool:
-        """Whether adapters are enabled."""
-        return self._enabled
 
     def find(self, name: str) -> LoRARequest | None:
         """Return the adapter of this name, or None."""
@@ -160,7 +158,7 @@ class AdapterRegistry:
         return found.request
 
     def _check_enabled(self) -> None:
-        if not self._enabled:
+        if not self.enabled:
             raise UnsupportedError("this model serves no LoRA adapters (--enable-lora)", param="lora_name")
 
 

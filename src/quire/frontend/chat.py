@@ -83,14 +83,9 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
         self._control_ids = {**tokenizer.control_tokens, **_structural(tokenizer, source)}
-        self._controls = ControlTokenFinder(self._control_ids)
+        self.controls = ControlTokenFinder(self._control_ids)
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
-
-    @property
-    def controls(self) -> ControlTokenFinder:
-        """The control tokens."""
-        return self._controls
 
     def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of plain text and the ids of control tokens in a row; plain text makes no control token."""
@@ -174,7 +169,7 @@ class ChatTemplate:
         return chosen
 
     def _encode(self, arguments: _Arguments, processor: InputProcessor | None, cut: bool) -> list[int]:
-        probe = _Probe(self._controls)
+        probe = _Probe(self.controls)
         text = self._render(arguments, probe)
         if processor is not None:
             processor.check_chars(len(text), "messages")
@@ -186,7 +181,7 @@ class ChatTemplate:
     def _without_injection(self, arguments: _Arguments, token_ids: list[int]) -> list[int]:
         """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
         mark = _random_digits()
-        controls = self._controls
+        controls = self.controls
 
         def with_marked_tokens() -> str:
             return self._render(arguments, lambda text: controls.mark_tokens(text, mark), marked=True)

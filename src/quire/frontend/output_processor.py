@@ -322,8 +322,8 @@ class RequestStream:
     """The outputs of one request, as an async iterator; ends after the finished one. It has no queue.
 
     Args:
-        state: of the request. changed: set by its `notify`. abort: ends the request; abort_threadsafe: from any
-            thread.
+        state: all that the front knows of the request. changed: set by its `notify`. abort: ends the request;
+            abort_threadsafe: from any thread.
 
     Raises (while iterating): `EngineDeadError` if the engine died.
     """
@@ -336,7 +336,7 @@ class RequestStream:
         abort: Callable[[], None],
         abort_threadsafe: Callable[[], None],
     ) -> None:
-        self._state = state
+        self.state = state
         self._changed = changed
         self._abort = abort
         self._abort_threadsafe = abort_threadsafe
@@ -344,39 +344,34 @@ class RequestStream:
     @property
     def request_id(self) -> str:
         """Id of the request."""
-        return self._state.request_id
+        return self.state.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt, tokenized."""
-        return self._state.prompt_token_ids
+        return self.state.prompt_token_ids
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of all sequences so far."""
-        return self._state.num_generated_tokens
-
-    @property
-    def state(self) -> RequestState:
-        """All that the front knows of the request, for reading only."""
-        return self._state
+        return self.state.num_generated_tokens
 
     @property
     def finished(self) -> bool:
         """Whether the request has ended, though perhaps not every output was read."""
-        return self._state.finished or self._state.error is not None
+        return self.state.finished or self.state.error is not None
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
         while True:
-            output = self._state.take()
+            output = self.state.take()
             if output is not None:
                 return output
-            if self._state.error is not None:
-                raise self._state.error
-            if self._state.finished:
+            if self.state.error is not None:
+                raise self.state.error
+            if self.state.finished:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
