@@ -87,7 +87,7 @@ class RankedExecutor(Executor):
         return spec
 
     def available_memory(self) -> int:
-        return min(self.collective_rpc("available_memory"))
+        return min(self.collective_rpc("backend.available_memory"))
 
     def device_memory(self) -> DeviceMemory:
         memories: list[DeviceMemory] = self.collective_rpc("device_memory")

@@ -116,10 +116,6 @@ class Worker:
         """Return what the model's layers cache."""
         return self._spec
 
-    def available_memory(self) -> int:
-        """Return the bytes that are free now, weights being loaded."""
-        return self.backend.available_memory()
-
     def device_memory(self) -> DeviceMemory:
         """See `Executor`: a GPU's is measured while the largest step runs, with a cache of a block and no graphs yet.
 
@@ -128,7 +124,7 @@ class Worker:
         """
         measured = self.backend.measure(self._run_largest_step)
         if measured is None:
-            return DeviceMemory(self.available_memory())
+            return DeviceMemory(self.backend.available_memory())
         assert measured.step is not None
         graphs = graph_bytes(self.config, measured.step, measured.total)
         logger.info("measured: %s, of them %d bytes for graphs", measured, graphs)
