@@ -421,11 +421,6 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._states)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Ids of the requests that have not ended."""
-        return list(self._states)
-
     def add(
         self,
         request_id: str,

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from quire.frontend.formats.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START
 from quire.frontend.formats.message import Event, Message, MessageSpec, Tool, ToolCall
+from quire.frontend.formats.parts import Arguments, Braces, Maybe, Part, Tagged, Text
 from quire.frontend.formats.registry import MessageFormat, format_named
 
 EOS = "<|eos|>"
@@ -295,9 +296,34 @@ def normal(message: Message) -> Message:
     return Message(message.reasoning, message.content, calls)
 
 
+def texts_of(parts: tuple[Part, ...]) -> list[str]:
+    """Return all texts of these parts."""
+    found = []
+    for part in parts:
+        match part:
+            case Text():
+                found.append(part.text)
+            case Maybe():
+                found.extend(texts_of(part.parts))
+            case Arguments(notation=Tagged() as tags):
+                found.extend(filter(None, (tags.key_open, tags.key_close, tags.value_open, tags.value_close)))
+            case Arguments(notation=Braces() as braces):
+                found.append(braces.quote)
+            case _:
+                pass
+    return found
+
+
+def call_texts(form: MessageFormat) -> list[str]:
+    """Return all texts of the description of calls, each once."""
+    calls = form.calls
+    whole = () if calls is None else (*calls.opens, *calls.call, *calls.between, *calls.closes)
+    return list(dict.fromkeys(texts_of(whole)))
+
+
 def markers_of(form: MessageFormat) -> list[str]:
     """Return the texts of a format that its family has as special tokens."""
-    found = [*(form.calls.markers if form.calls else ()), *(form.thinking_texts or ())]
+    found = [*call_texts(form), *(form.thinking_texts or ())]
     if form.harmony:
         found = [START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL]
     return sorted(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.frontend.formats.message import CallEnd, Message, MessageSpec, Tool, ToolCall
 from quire.frontend.formats.registry import format_named
-from tests.frontend.formats.cases import CASES, TOOLS, Case, markers_of, normal, read
+from tests.frontend.formats.cases import CASES, TOOLS, Case, call_texts, markers_of, normal, read
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -76,7 +76,7 @@ def test_truncated_anywhere(case: Case) -> None:
 def _without_beginning(case: Case, content: str | None) -> str:
     """Drop what may be the beginning of a marker at the end: only more text can tell."""
     content, form = content or "", case.message_format()
-    markers = [*form.calls.markers, *(form.thinking_texts or ())]
+    markers = [*call_texts(form), *(form.thinking_texts or ())]
     for at in range(len(content)):
         if any(marker.startswith(content[at:].lstrip()) for marker in markers):
             return content[:at].rstrip()
@@ -181,7 +181,7 @@ def test_any_text_any_cuts(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     form = case.message_format()
     scraps = [
-        *form.calls.markers,
+        *call_texts(form),
         *(form.thinking_texts or ()),
         *case.text.split(),
         "\n",
@@ -252,7 +252,7 @@ def test_time_is_linear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
     form = case.message_format()
     rng = random.Random(0)
-    repeated = [*form.calls.markers, case.text, case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<", '\\"']
+    repeated = [*call_texts(form), case.text, case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<", '\\"']
     heads = ["", case.text[: rng.randrange(len(case.text))], case.text[: len(case.text) // 2]]
     spec = case.request(special_tokens={f"<|r{i}|>": i for i in range(30)})
 
@@ -286,6 +286,6 @@ def test_a_megabyte_of_anything(case: Case) -> None:
     """Nothing that takes more than linear time would come to an end here."""
     form = case.message_format()
     spec = case.request(special_tokens={f"<|r{i}|>": i for i in range(250)})
-    for scrap in (*form.calls.markers, case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<"):
+    for scrap in (*call_texts(form), case.text[: len(case.text) // 2], "{", "[", '"', "\\", "\n", "<"):
         read(form.parser(spec), [scrap * (1_000_000 // len(scrap))])
         read(form.parser(spec), list(scrap * (20_000 // len(scrap))))

@@ -138,11 +138,6 @@ class CallFormat:
         """How arguments are written."""
         return next(part.notation for part in self.call if isinstance(part, Arguments))
 
-    @cached_property
-    def markers(self) -> tuple[str, ...]:
-        """All texts of the description."""
-        return tuple(dict.fromkeys(_texts((*self.opens, *self.call, *self.between, *self.closes))))
-
 
 @dataclass(frozen=True)
 class ReasoningFormat:
@@ -160,20 +155,3 @@ class ReasoningFormat:
     after: str = ""
     aliases: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
-
-
-def _texts(parts: tuple[Part, ...]) -> list[str]:
-    found = []
-    for part in parts:
-        match part:
-            case Text():
-                found.append(part.text)
-            case Maybe():
-                found.extend(_texts(part.parts))
-            case Arguments(notation=Tagged() as tags):
-                found.extend(filter(None, (tags.key_open, tags.key_close, tags.value_open, tags.value_close)))
-            case Arguments(notation=Braces() as braces):
-                found.append(braces.quote)
-            case _:
-                pass
-    return found
