@@ -75,8 +75,8 @@ NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
 SCALE, SOFTCAP, SINKS, SLOPES, PARTIAL_ROWS, ITEM_ROWS = range(18, 24)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
-# at `position` ..; segments first .. last - 1. Partial results go to slot `slot` + head * slots + segment; there are none
-# if `slots` is 0.
+# at `position` ..; segments first .. last - 1. Partial results go to slot `slot` + head * slots + segment, or there are
+# none if `slots` is 0.
 SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, LENGTH = range(RECORD)
 
 
