@@ -12,9 +12,10 @@ import pytest
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.engine_request import LoRARequest
 from quire.executor.ranks import InlineExecutor, RankedExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, PendingOutput, SchedulerOutput
+from quire.step import AdapterResult, ModelOutput, PendingOutput, SchedulerOutput
 from quire.worker.worker import Worker, new_backend
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import write_checkpoint
@@ -147,3 +148,43 @@ def test_one_rank_is_called_directly(folder: Path) -> None:
     assert isinstance(executor, InlineExecutor) and executor.world_size == 1
     assert executor.collective_rpc("num_disk_blocks") == [0] and executor.adapters is None
     driver.close()
+
+
+class Stores(RankedExecutor):
+    """Two ranks whose stores report what the test says."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.reports: list[dict[str, AdapterResult]] = [{}, {}]
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Note the call; `poll` returns what each rank reports, once."""
+        self.calls.append((method, args))
+        found, self.reports = self.reports, [{}, {}]
+        return found if method.endswith("poll") else [True, True]
+
+    def submit(self, plan: SchedulerOutput) -> PendingOutput:
+        """Never called."""
+        raise AssertionError
+
+
+def test_an_adapter_is_ready_when_every_rank_has_it_and_fails_with_any() -> None:
+    executor = Stores()
+    adapters, good, bad = executor.adapters, AdapterResult("digest"), AdapterResult(error="no such folder")
+    assert adapters is not None
+    request = LoRARequest("few", 1, "/few")
+    for user in ("a", "b"):
+        adapters.prepare(request, user)
+    assert ("adapters.prepare", (request, "b")) in executor.calls
+    executor.reports = [{"a": good}, {"b": bad}]
+    assert adapters.poll() == {}, "each rank lacks one"
+    executor.reports = [{"b": good}, {}]
+    assert adapters.poll() == {"b": bad}
+    executor.reports = [{}, {"a": good}]
+    assert adapters.poll(0.5) == {"a": good} and adapters.poll() == {}
+    adapters.release(1, "a")
+    adapters.unload(1)
+    assert executor.calls[-2:] == [("adapters.release", (1, "a")), ("adapters.unload", (1,))]
