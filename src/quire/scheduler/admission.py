@@ -152,11 +152,13 @@ class Admission:
         """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted; False if there are no slots.
 
         They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
-        them are given up. `num_reserved` blocks must remain free.
+        them are given up. `num_reserved` blocks must remain free. Without blocks, and without `hit`, see `start`.
         """
         sequence_id, start, request = sequence.sequence_id, sequence.num_computed_tokens, sequence.request
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
         if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
+            if hit is None and not self.kv.has_blocks(sequence):
+                return self.start(sequence, num_new, plan) > 0
             if drafts:
                 sequence.drop_drafts(max(num_new - (sequence.num_uncomputed_tokens - len(drafts)), 0))
                 drafts = sequence.draft_token_ids

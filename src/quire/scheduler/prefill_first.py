@@ -171,16 +171,10 @@ class PrefillFirstPlanner:
                 return
             if sequence.sequence_id in plan.num_scheduled or not self._is_prefill(sequence):
                 continue
-            while not self._give_all(sequence, plan):
+            while not self.admission.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, plan.budget), plan):
                 if self._requests.running[-1] is request:
                     return
                 self._preempt_last(request, plan)
-
-    def _give_all(self, sequence: Sequence, plan: PlanBuilder) -> bool:
-        """Give `sequence` all the tokens it lacks, as far as the budget goes; False if there are no slots."""
-        if self._kv.has_blocks(sequence):
-            return self.admission.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, plan.budget), plan)
-        return self.admission.start(sequence, plan.budget, plan) > 0
 
     def _is_prefill(self, sequence: Sequence) -> bool:
         """Whether it has more to compute than the token it just got, and drafts."""

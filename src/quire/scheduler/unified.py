@@ -185,8 +185,7 @@ class UnifiedPlanner:
                         num_uncomputed_tokens, max(plan.budget - num_behind, 1), self._max_tokens(sequence, plan)
                     )
                 if num_new and not (
-                    (sequence.on_worker and admission.schedule_tokens(sequence, num_new, plan))
-                    or self._continue(sequence, num_new, plan)
+                    admission.schedule_tokens(sequence, num_new, plan) or self._preempt_for(sequence, num_new, plan)
                 ):
                     return
                 if num_new < num_uncomputed_tokens:
@@ -206,14 +205,13 @@ class UnifiedPlanner:
             num_reserved=self.admission.watermark_blocks,
         )
 
-    def _continue(self, sequence: Sequence, num_new: int, plan: PlanBuilder) -> bool:
-        """Give a running sequence `num_new` tokens, preempting from the end for them; False if it was preempted.
+    def _preempt_for(self, sequence: Sequence, num_new: int, plan: PlanBuilder) -> bool:
+        """Preempt from the end until `sequence` can be given `num_new` tokens; False if it was preempted itself.
 
         Nobody is preempted for the sake of drafts: these are given up first.
         """
         request, admission, running = sequence.request, self.admission, self._requests.running
-        give = admission.schedule_tokens if self._kv.has_blocks(sequence) else admission.start
-        while not give(sequence, num_new, plan):
+        while not admission.schedule_tokens(sequence, num_new, plan):
             if sequence.draft_token_ids:
                 sequence.drop_drafts()
                 num_new = min(num_new, sequence.num_uncomputed_tokens)
