@@ -369,69 +369,40 @@ class EngineConfig:
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf
         ]
         layerwise, prefill_first = cache.kv_resident_layers, scheduler.scheduler == "prefill-first"
-        check_rules(
-            [
-                (
-                    model.skip_tokenizer_init and model.tokenizer is not None,
-                    "skip_tokenizer_init contradicts tokenizer; give one of them",
-                ),
-                (bad_arguments, f"default_chat_template_kwargs must not set {echo(next(iter(bad_arguments), None))}"),
-                (
-                    cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None,
-                    "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them",
-                ),
-                (
-                    cache.kv_disk_dir is not None and not cache.kv_disk_space,
-                    "kv_disk_dir needs kv_disk_space, such as 20GiB",
-                ),
-                (
-                    cache.kv_disk_space and cache.enable_prefix_caching is False,
-                    "kv_disk_space needs enable_prefix_caching",
-                ),
-                (
-                    layerwise and scheduler.preemption_mode == "swap",
-                    "kv_resident_layers contradicts preemption_mode swap: the host's memory is the layers'",
-                ),
-                (
-                    layerwise and cache.kv_disk_space,
-                    "kv_resident_layers contradicts kv_disk_space; give one of them",
-                ),
-                (
-                    layerwise and prefill_first,
-                    "kv_resident_layers needs scheduler unified, which knows whom to let wait",
-                ),
-                (
-                    layerwise and cache.swap_space == 0,
-                    "kv_resident_layers needs swap_space, such as 4GiB: host memory for the other layers",
-                ),
-                (
-                    prefill_first and scheduler.scheduling_policy == "lpm",
-                    "scheduling_policy lpm needs scheduler unified",
-                ),
-                (
-                    prefill_first and scheduler.long_prefill_token_threshold,
-                    "long_prefill_token_threshold needs scheduler unified",
-                ),
-                (scheduler.delay_factor and not prefill_first, "delay_factor needs scheduler prefill-first"),
-                (
-                    scheduler.tenant_weights and scheduler.scheduling_policy != "fair",
-                    "tenant_weights needs scheduling_policy fair",
-                ),
-                (
-                    lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras,
-                    f"max_cpu_loras is {lora.max_cpu_loras}; it must be at least max_loras, {lora.max_loras}",
-                ),
-                (
-                    server.lora_modules and not lora.enable_lora and server.models is None,
-                    "lora_modules needs enable_lora",
-                ),
-                (bad_weights, f"tenant_weights must have positive numbers, got {next(iter(bad_weights), None)}"),
-                (
-                    (server.ssl_certfile is None) != (server.ssl_keyfile is None),
-                    "ssl_certfile and ssl_keyfile need each other",
-                ),
-            ]
-        )
+        rules: dict[str, object] = {
+            "skip_tokenizer_init contradicts tokenizer; give one of them": model.skip_tokenizer_init
+            and model.tokenizer,
+            f"default_chat_template_kwargs must not set {echo(next(iter(bad_arguments), None))}": bad_arguments,
+            "num_gpu_blocks_override contradicts kv_cache_memory_bytes; give one of them": (
+                cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None
+            ),
+            "kv_disk_dir needs kv_disk_space, such as 20GiB": cache.kv_disk_dir is not None and not cache.kv_disk_space,
+            "kv_disk_space needs enable_prefix_caching": cache.kv_disk_space and cache.enable_prefix_caching is False,
+            "kv_resident_layers contradicts preemption_mode swap: the host's memory is the layers'": (
+                layerwise and scheduler.preemption_mode == "swap"
+            ),
+            "kv_resident_layers contradicts kv_disk_space; give one of them": layerwise and cache.kv_disk_space,
+            "kv_resident_layers needs scheduler unified, which knows whom to let wait": layerwise and prefill_first,
+            "kv_resident_layers needs swap_space, such as 4GiB: host memory for the other layers": (
+                layerwise and cache.swap_space == 0
+            ),
+            "scheduling_policy lpm needs scheduler unified": prefill_first and scheduler.scheduling_policy == "lpm",
+            "long_prefill_token_threshold needs scheduler unified": (
+                prefill_first and scheduler.long_prefill_token_threshold
+            ),
+            "delay_factor needs scheduler prefill-first": scheduler.delay_factor and not prefill_first,
+            "tenant_weights needs scheduling_policy fair": (
+                scheduler.tenant_weights and scheduler.scheduling_policy != "fair"
+            ),
+            f"max_cpu_loras is {lora.max_cpu_loras}; it must be at least max_loras, {lora.max_loras}": (
+                lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras
+            ),
+            "lora_modules needs enable_lora": server.lora_modules and not lora.enable_lora and server.models is None,
+            f"tenant_weights must have positive numbers, got {next(iter(bad_weights), None)}": bad_weights,
+            "ssl_certfile and ssl_keyfile need each other": (server.ssl_certfile is None)
+            != (server.ssl_keyfile is None),
+        }
+        check_rules(rules)
         server.check()
 
     def to_kwargs(self) -> dict[str, Any]:

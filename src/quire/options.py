@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,12 +181,12 @@ def unknown_option(name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"unknown option {name}{nearest(name, known)}", param=name, code="unknown_option")
 
 
-def check_rules(rules: Iterable[tuple[object, str]]) -> None:
+def check_rules(rules: Mapping[str, object]) -> None:
     """Raise `ConfigError` for the first rule that is broken.
 
     Args:
-        rules: whether each is broken, and what to say then; the text begins with the option at fault.
+        rules: whether each is broken, by what is said then, which begins with the option at fault.
     """
-    for broken, message in rules:
+    for message, broken in rules.items():
         if broken:
             raise ConfigError(message, param=message.split()[0].rstrip(":"))

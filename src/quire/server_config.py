@@ -200,55 +200,38 @@ class ServerConfig:
             for word in getattr(self, name)
             if not TOKEN.fullmatch(word)
         ]
-        check_rules(
-            [
-                (self.uds is not None and moved, f"uds contradicts {next(iter(moved), None)}; give one of them"),
-                (
-                    self.uds is not None and self.ssl_certfile is not None,
-                    "uds contradicts ssl_certfile: a Unix socket has no TLS",
-                ),
-                (
-                    self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH,
-                    f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes",
-                ),
-                (self.ssl_ca_certs is not None and self.ssl_certfile is None, "ssl_ca_certs needs ssl_certfile"),
-                (
-                    (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None),
-                    "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other",
-                ),
-                (
-                    not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii(),
-                    f"root_path must be a path such as /llm, got {echo(self.root_path)}",
-                ),
-                (self.max_loaded_models is not None and self.models is None, "max_loaded_models needs models"),
-                (
-                    self.admin_api_key and not self.enable_admin_endpoints,
-                    "admin_api_key needs enable_admin_endpoints",
-                ),
-                (
-                    any(key != key.strip() for key in self.admin_api_key),
-                    "admin_api_key: a key must have no blanks around it",
-                ),
-                (set(self.admin_api_key) & set(self.api_key), "admin_api_key and api_key must differ"),
-                (
-                    self.enable_admin_endpoints
-                    and not (self.api_key or self.api_key_file or self.admin_api_key or self.local),
-                    "enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on "
-                    f"{self.host}",
-                ),
-                (without_origins, f"{next(iter(without_origins), None)} needs allowed_origins"),
-                (
-                    self.allow_credentials and "*" in self.allowed_origins,
-                    "allow_credentials contradicts allowed_origins *; name the origins",
-                ),
-                (
-                    bad_origins,
-                    "allowed_origins must be * or origins such as https://example.org, got "
-                    f"{echo(next(iter(bad_origins), None))}",
-                ),
-                (bad_words, next(iter(bad_words), "")),
-            ]
-        )
+        guarded = self.api_key or self.api_key_file or self.admin_api_key or self.local
+        rules: dict[str, object] = {
+            f"uds contradicts {next(iter(moved), None)}; give one of them": self.uds is not None and moved,
+            "uds contradicts ssl_certfile: a Unix socket has no TLS": (
+                self.uds is not None and self.ssl_certfile is not None
+            ),
+            f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes": (
+                self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH
+            ),
+            "ssl_ca_certs needs ssl_certfile": self.ssl_ca_certs is not None and self.ssl_certfile is None,
+            "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other": (
+                (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None)
+            ),
+            f"root_path must be a path such as /llm, got {echo(self.root_path)}": (
+                not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii()
+            ),
+            "max_loaded_models needs models": self.max_loaded_models is not None and self.models is None,
+            "admin_api_key needs enable_admin_endpoints": self.admin_api_key and not self.enable_admin_endpoints,
+            "admin_api_key: a key must have no blanks around it": any(key != key.strip() for key in self.admin_api_key),
+            "admin_api_key and api_key must differ": set(self.admin_api_key) & set(self.api_key),
+            f"enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on {self.host}": (
+                self.enable_admin_endpoints and not guarded
+            ),
+            f"{next(iter(without_origins), None)} needs allowed_origins": without_origins,
+            "allow_credentials contradicts allowed_origins *; name the origins": (
+                self.allow_credentials and "*" in self.allowed_origins
+            ),
+            "allowed_origins must be * or origins such as https://example.org, got "
+            f"{echo(next(iter(bad_origins), None))}": bad_origins,
+            next(iter(bad_words), ""): bad_words,
+        }
+        check_rules(rules)
 
     @property
     def local(self) -> bool:
