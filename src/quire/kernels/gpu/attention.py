@@ -83,7 +83,14 @@ class AttentionOps(ArrayOps):
                 k, v = (x.to(self.act) for x in fresh)
                 attend_prompts(q.to(self.act), k, v, out, prompts, params, flash=auto)
                 torch_from = self._torch_from
-        decode, prompt = decode_launch(self, cache, params, metadata.single), prompt_launch(self, cache, params, tokens)
+        # The same for all layers of a shape, of which a step has many.
+        shape = params.num_heads, params.num_kv_heads, params.head_size, cache.data.dtype, cache.block_size, tokens
+        key = self.tuned_configs, shape
+        found = metadata.plans.get(key)
+        if found is None:
+            decode = decode_launch(self, cache, params, metadata.single)
+            found = metadata.plans[key] = decode, prompt_launch(self, cache, params, tokens)
+        decode, prompt = found
         for kind in launches(metadata, prompt.tiling.short, torch_from):
             self._launch(decode if kind == "decode" else prompt, q, cache, metadata, params, out, torch_from)
         return out
