@@ -51,6 +51,7 @@ def bert(info: ModelInfo) -> DecoderOptions:
 
 
 def bert_classifier(builder: Builder, info: ModelInfo) -> TanhClassifier:
+    """The dense layer is the pooler, part of the body."""
     body = builder.under_if(BERT.body, f"{BERT.embedding}.weight")
     return TanhClassifier(body, "pooler.dense", builder, "classifier", info)
 

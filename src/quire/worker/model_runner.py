@@ -104,8 +104,9 @@ class RunningStep:
         if finish is not None:
             try:
                 finish(self)
-            except BaseException as error:  # raised again whenever the result is asked for
-                self._error = error
+            except BaseException as error:
+                self._error = error  # for callers that take the result again
+                raise
         if self._error is not None:
             raise self._error
         return self.output
