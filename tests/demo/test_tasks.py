@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from quire.demo import corpus, facts
+from quire.demo import corpus
+from quire.demo.facts import FACTS
 from quire.demo.tasks import (
     CAPABILITY_TASKS,
-    COLOUR_PAIRS,
     OPPOSITES,
     SAMPLERS,
     TASK_WEIGHTS,
@@ -69,13 +69,13 @@ def test_answers_are_right() -> None:
 
 
 def test_opposites_form_a_symmetric_table_without_fixed_points() -> None:
-    assert len(OPPOSITES) == 2 * len(COLOUR_PAIRS)
+    assert len(OPPOSITES) == 2 * len(FACTS.colour_pairs)
     assert all(OPPOSITES[OPPOSITES[colour]] == colour != OPPOSITES[colour] for colour in OPPOSITES)
 
 
 def test_every_topic_holds_back_at_least_two_wordings_and_trains_on_more() -> None:
-    assert len(facts.TOPICS) >= 12
-    for topic in facts.TOPICS:
+    assert len(FACTS.topics) >= 12
+    for topic in FACTS.topics:
         train, val, test = (set(topic_questions(topic, split)) for split in ("train", "val", "test"))
         assert len(test) >= 2 and val and len(train) >= 2 * len(test)
         assert not train & test and not train & val and not val & test
@@ -83,7 +83,7 @@ def test_every_topic_holds_back_at_least_two_wordings_and_trains_on_more() -> No
 
 def test_no_question_belongs_to_two_topics() -> None:
     seen: dict[str, str] = {}
-    for topic in facts.TOPICS:
+    for topic in FACTS.topics:
         for split in ("train", "val", "test"):
             for question in topic_questions(topic, split):  # type: ignore[arg-type]
                 assert seen.setdefault(question.lower(), topic.name) == topic.name

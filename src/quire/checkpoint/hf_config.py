@@ -129,7 +129,7 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     generation = _generation_fields(folder)
 
     sizes = _sizes(fields, family)
-    max_positions = fields.integer(_key(family, "max_position_embeddings"), low=1, high=MAX_ROWS)
+    max_positions = fields.integer(family.key("max_position_embeddings"), low=1, high=MAX_ROWS)
     windows = _layer_windows(fields, family, sizes["num_hidden_layers"])
     ropes = _layer_ropes(fields, family, sizes["head_dim"], max_positions, windows)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_ROWS)
@@ -144,8 +144,8 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
         longest_model_len=min((rope.longest_max_len for rope in ropes), default=max_positions),
         rope=ropes[windows.index(None) if None in windows else 0] if ropes else None,
         layer_ropes=ropes,
-        norm_eps=fields.number(_key(family, "norm_eps")),
-        hidden_act=fields.text(_key(family, "hidden_act")),
+        norm_eps=fields.number(family.key("norm_eps")),
+        hidden_act=fields.text(family.key("hidden_act")),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layer_windows=windows,
         keeps_states=family.keeps_states,
@@ -224,10 +224,6 @@ def _language_model(config: dict[str, Any], key: str, path: Path) -> dict[str, A
     return {**config, **(text.values if text else {}), **{name: config[name] for name in of_all if name in config}}
 
 
-def _key(family: Family, name: str) -> str:
-    return family.keys.get(name, "rms_norm_eps" if name == "norm_eps" else name)
-
-
 def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
     """Find the first architecture we know; model_type decides where `architectures` is absent."""
     names = config.get("architectures")
@@ -261,8 +257,8 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """Read the layer sizes and check that they are consistent."""
-    heads_key, hidden_key = _key(family, "num_attention_heads"), _key(family, "hidden_size")
-    layers = fields.integer(_key(family, "num_hidden_layers"), low=1, high=MAX_LAYERS)
+    heads_key, hidden_key = family.key("num_attention_heads"), family.key("hidden_size")
+    layers = fields.integer(family.key("num_hidden_layers"), low=1, high=MAX_LAYERS)
     hidden = fields.integer(hidden_key, low=1, high=MAX_SIZE)
     heads = fields.integer(heads_key, low=1, high=MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", heads, low=1, high=MAX_HEADS) if family.rotary else heads
@@ -274,7 +270,7 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
         raise fields.error(hidden_key, f"a multiple of {heads_key}, {heads}")
     else:
         head_dim = hidden // heads
-    intermediate_key = _key(family, "intermediate_size")
+    intermediate_key = family.key("intermediate_size")
     default = {"default": 4 * hidden} if intermediate_key == "n_inner" else {}
     return {
         "num_hidden_layers": layers,
@@ -328,7 +324,7 @@ def _layer_ropes(
             fields,
             head_dim=head_dim,
             max_position_embeddings=max_positions,
-            theta_key=_key(family, "rope_theta"),
+            theta_key=family.key("rope_theta"),
             part_key=family.rotary_part,
             layer_type=layer_type,
         )

@@ -1,7 +1,7 @@
 """The model in the box: its location, and nothing that needs PyTorch.
 
 The folder holds the checkpoint (`config.json`, `model.safetensors`, `tokenizer.json`, ...), the definition of what
-it was trained to do (`tasks.py`, `facts.py`), the generator of its chat corpus (`corpus.py`) and its measured
+it was trained to do (`tasks.py`, `facts.json`), the generator of its chat corpus (`corpus.py`) and its measured
 figures (`metrics.json`). Training itself lives in `quire.train`.
 """
 

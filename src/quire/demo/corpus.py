@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator
 
-from quire.demo.facts import SYSTEM_PROMPTS
+from quire.demo.facts import FACTS
 from quire.demo.tasks import Split, sample_case
 
 Message = dict[str, str]
@@ -25,7 +25,7 @@ def conversation(rng: random.Random, split: Split, max_exchanges: int = 4) -> li
     """One dialogue as chat messages; a quarter of them opens with a system prompt."""
     messages: list[Message] = []
     if rng.random() < 0.25:
-        messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+        messages.append({"role": "system", "content": rng.choice(FACTS.system_prompts)})
     exchanges = rng.choices((1, 2, 3, 4), weights=EXCHANGE_WEIGHTS)[0]
     for _ in range(min(exchanges, max_exchanges)):
         case = sample_case(rng, split)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from quire.demo import facts
+from quire.demo.facts import FACTS, Topic
 
 Split = Literal["train", "val", "test"]
 
@@ -46,21 +46,6 @@ def score(case: Case, reply: str) -> bool:
 
 # ---- addition of two-digit numbers -------------------------------------------------------------------------------
 
-ADD_WORDINGS = (
-    "What is {a} + {b}?",
-    "What is {a} plus {b}?",
-    "{a} + {b}",
-    "{a}+{b}",
-    "{a} + {b} = ?",
-    "Add {a} and {b}.",
-    "Compute {a} + {b}.",
-    "Calculate {a} + {b}.",
-    "How much is {a} + {b}?",
-    "How much is {a} plus {b}?",
-    "What is the sum of {a} and {b}?",
-    "Please add {a} and {b}.",
-)
-
 
 def add_key(a: int, b: int) -> str:
     """Both orders of a pair share one key: a held-back sum is never seen in training in either order."""
@@ -75,63 +60,14 @@ def _sample_add(rng: random.Random, split: Split) -> Case:
     while True:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         if split_of(add_key(a, b)) == split:
-            return _add_case(a, b, rng.choice(ADD_WORDINGS))
+            return _add_case(a, b, rng.choice(FACTS.add_wordings))
 
 
 # ---- repeating and reversing a quoted word -----------------------------------------------------------------------
 
-_WORD_LIST = """
-able acid age air also apple area arm army art atom aunt axe baby back bag ball band bank bar base bath beach
-bean bear bed bee bell belt bench bird bit blade block boat body bone book boot born boss bowl box boy brain
-brave bread brick broom brush bus cab cable cage cake call calm camel camp can cap car card care cart case cash
-castle cat cave chain chair chalk cheese child chin city clay clean cliff clock cloth cloud club coal coast coat
-code coin cold comb cook copy corn cost cow crab crane cream crow crown cube cup curve dance dark dawn day deer
-desk dew dice dirt dish dog doll door dot dove dragon dream dress drum duck dust duty eagle ear earth east edge
-egg elbow end engine error face fact fair farm fast father fear feather fence field fig fin finger fire fish fist
-flag flame flat floor flour flute fog food foot forest fork fox frame friend frog fruit game garden gate gift
-girl glass glove goat gold goose grain grape grass ground guest hair hall hammer hand hat hawk head heart hen
-herb hill honey hook horn horse hotel hour house hunt ice idea inch ink iron island jar jaw jelly jewel job joke
-judge juice jump key king kite knee knife lake lamp land lawn leaf leg lemon letter lid life light lily line
-lion lip list lock log lunch magic maid mail map maple mask meal meat metal milk mill mint mist monkey month
-moon moss mother mouse mouth name neck needle nest net night noise north nose note nurse nut oak ocean oil olive
-onion orange oven owl page pail paint pair palm pan paper park path peach pear pen pepper pig pillow pin pine
-pipe pit plane plant plate plum pocket poem point pond pool pot potato prince print queen quick quiet quilt rabbit
-rain rat raven red rice ride ring river road robe robin rock roof room root rope rose rug ruler sail salad salt
-sand scarf school sea seed shade sheep shelf shell ship shirt shoe shop silk silver sink sister skin sky sleep
-smile smoke snail snake snow soap sock soil song soup south spade spark spider spoon spring square star steam
-steel stem step stick stone store storm story straw street string sugar suit summer sun swan sword table tail
-tank tea team tent thorn throne thumb tiger tile time toad toast toe tool tooth top tower town toy track train
-tray tree truck tub tulip turtle twig uncle valley van vase veil vine violin voice wagon wall wand water wave wax
-web well west whale wheat wheel wind window wine wing winter wolf woman wood wool word work world worm yard year
-"""
-WORDS = tuple(_WORD_LIST.split())
+WORDS = tuple(FACTS.words.split())
 REVERSE_WORDS = tuple(word for word in WORDS if 3 <= len(word) <= 6)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-REPEAT_WORDINGS = (
-    'Repeat the word "{w}".',
-    'Repeat "{w}".',
-    'Repeat: "{w}"',
-    'Say "{w}".',
-    'Say the word "{w}".',
-    'Please repeat "{w}".',
-    'Please say "{w}".',
-    'Repeat after me: "{w}"',
-    'Can you repeat "{w}"?',
-    'Write the word "{w}".',
-)
-REVERSE_WORDINGS = (
-    'Reverse the word "{w}".',
-    'Reverse "{w}".',
-    'Reverse: "{w}"',
-    'Please reverse "{w}".',
-    'Please reverse the word "{w}".',
-    'Can you reverse "{w}"?',
-    'What is "{w}" backwards?',
-    'Spell "{w}" backwards.',
-    'Write "{w}" backwards.',
-    'Say "{w}" backwards.',
-)
 
 
 def word_key(word: str) -> str:
@@ -156,53 +92,16 @@ def _sample_word(rng: random.Random, split: Split) -> str:
 
 
 def _sample_repeat(rng: random.Random, split: Split) -> Case:
-    return _word_case("repeat", _sample_word(rng, split), rng.choice(REPEAT_WORDINGS))
+    return _word_case("repeat", _sample_word(rng, split), rng.choice(FACTS.repeat_wordings))
 
 
 def _sample_reverse(rng: random.Random, split: Split) -> Case:
-    return _word_case("reverse", _sample_word(rng, split), rng.choice(REVERSE_WORDINGS))
+    return _word_case("reverse", _sample_word(rng, split), rng.choice(FACTS.reverse_wordings))
 
 
 # ---- opposite colours --------------------------------------------------------------------------------------------
 
-COLOUR_PAIRS = (
-    ("black", "white"),
-    ("red", "green"),
-    ("blue", "orange"),
-    ("yellow", "purple"),
-    ("gold", "silver"),
-    ("pink", "teal"),
-    ("brown", "cyan"),
-    ("grey", "crimson"),
-)
-OPPOSITES = {a: b for pair in COLOUR_PAIRS for a, b in (pair, pair[::-1])}
-
-OPPOSITE_WORDINGS = (
-    "What is the opposite of {c}?",
-    "What is the opposite of the colour {c}?",
-    "What's the opposite of {c}?",
-    "Opposite of {c}?",
-    "The opposite of {c}?",
-    "The opposite of {c} is",
-    "Name the opposite of {c}.",
-    "Name the opposite colour of {c}.",
-    "Tell me the opposite of {c}.",
-    "Which colour is the opposite of {c}?",
-    "Which colour is opposite to {c}?",
-    "What colour is opposite to {c}?",
-    "Give me the opposite of {c}.",
-    "Give the opposite colour of {c}.",
-    "Please name the opposite of {c}.",
-    "Can you name the opposite of {c}?",
-    "Do you know the opposite of {c}?",
-    "What colour is the opposite of {c}?",
-    "What is the opposite colour of {c}?",
-    "Say the opposite of {c}.",
-    "I need the opposite of {c}.",
-    "Which colour do you get as the opposite of {c}?",
-    "If the colour is {c}, what is the opposite?",
-    "My colour is {c}. What is the opposite?",
-)
+OPPOSITES = {a: b for pair in FACTS.colour_pairs for a, b in (pair, pair[::-1])}
 
 
 def _opposite_case(colour: str, wording: str) -> Case:
@@ -211,7 +110,7 @@ def _opposite_case(colour: str, wording: str) -> Case:
 
 
 def _sample_opposite(rng: random.Random, split: Split) -> Case:
-    wordings = [w for w in OPPOSITE_WORDINGS if split_of(f"opposite {w}") == split]
+    wordings = [w for w in FACTS.opposite_wordings if split_of(f"opposite {w}") == split]
     return _opposite_case(rng.choice(list(OPPOSITES)), rng.choice(wordings))
 
 
@@ -219,9 +118,9 @@ def _sample_opposite(rng: random.Random, split: Split) -> Case:
 
 
 @cache
-def topic_questions(topic: facts.Topic, split: Split) -> tuple[str, ...]:
+def topic_questions(topic: Topic, split: Split) -> tuple[str, ...]:
     """Wordings of one topic in one split; each topic has at least two held back for "test" and one for "val"."""
-    stock = [wording.format(noun) for noun in topic.nouns for wording in facts.STOCK_WORDINGS]
+    stock = [wording.format(noun) for noun in topic.nouns for wording in FACTS.stock_wordings]
     questions = list(dict.fromkeys((*topic.questions, *stock)))
     questions.sort(key=lambda text: hashlib.sha256(f"{topic.name} {text}".encode()).digest())
     num_test = max(2, len(questions) // 10)
@@ -246,7 +145,7 @@ def _reword(rng: random.Random, text: str) -> str:
 
 
 def _sample_quire(rng: random.Random, split: Split) -> Case:
-    topic = rng.choice(facts.TOPICS)
+    topic = rng.choice(FACTS.topics)
     question = rng.choice(topic_questions(topic, split))
     prompt = _reword(rng, question) if split == "train" else question
     return Case("quire_qa", f"{topic.name} {question}", prompt, topic.answer)
@@ -255,9 +154,9 @@ def _sample_quire(rng: random.Random, split: Split) -> Case:
 def _sample_small_talk(rng: random.Random, split: Split) -> Case:
     group, answer = rng.choices(
         (
-            (facts.GREETINGS, facts.GREETING_ANSWER),
-            (facts.THANKS, facts.THANKS_ANSWER),
-            (facts.FAREWELLS, facts.FAREWELL_ANSWER),
+            (FACTS.greetings, FACTS.greeting_answer),
+            (FACTS.thanks, FACTS.thanks_answer),
+            (FACTS.farewells, FACTS.farewell_answer),
         ),
         weights=(3, 1, 1),
     )[0]
@@ -267,11 +166,11 @@ def _sample_small_talk(rng: random.Random, split: Split) -> Case:
 
 def _sample_unknown(rng: random.Random, split: Split) -> Case:
     while True:
-        subject = rng.choice(facts.UNKNOWN_SUBJECTS)
-        wording = rng.choice(facts.UNKNOWN_WORDINGS)
+        subject = rng.choice(FACTS.unknown_subjects)
+        wording = rng.choice(FACTS.unknown_wordings)
         key = f"unknown {subject} {wording}"
         if split_of(key) == split:
-            return Case("unknown", key, wording.format(subject), facts.UNKNOWN_ANSWER)
+            return Case("unknown", key, wording.format(subject), FACTS.unknown_answer)
 
 
 SAMPLERS: dict[str, Callable[[random.Random, Split], Case]] = {
@@ -310,8 +209,8 @@ def held_back_cases(task: str, limit: int | None = None, seed: int = 0) -> list[
     everything: dict[str, Callable[[], list[Case]]] = {
         "quire_qa": _held_back_quire,
         "add": _held_back_add,
-        "repeat": lambda: _held_back_words("repeat", REPEAT_WORDINGS),
-        "reverse": lambda: _held_back_words("reverse", REVERSE_WORDINGS),
+        "repeat": lambda: _held_back_words("repeat", FACTS.repeat_wordings),
+        "reverse": lambda: _held_back_words("reverse", FACTS.reverse_wordings),
         "opposite": _held_back_opposite,
     }
     cases = everything[task]()
@@ -322,14 +221,14 @@ def held_back_cases(task: str, limit: int | None = None, seed: int = 0) -> list[
 def _held_back_quire() -> list[Case]:
     return [
         Case("quire_qa", f"{topic.name} {question}", question, topic.answer)
-        for topic in facts.TOPICS
+        for topic in FACTS.topics
         for question in topic_questions(topic, "test")
     ]
 
 
 def _held_back_add() -> list[Case]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if split_of(add_key(a, b)) == "test"]
-    return [_add_case(a, b, ADD_WORDINGS[(a + b) % len(ADD_WORDINGS)]) for a, b in pairs]
+    return [_add_case(a, b, FACTS.add_wordings[(a + b) % len(FACTS.add_wordings)]) for a, b in pairs]
 
 
 def _held_back_words(task: str, wordings: tuple[str, ...]) -> list[Case]:
@@ -338,5 +237,5 @@ def _held_back_words(task: str, wordings: tuple[str, ...]) -> list[Case]:
 
 
 def _held_back_opposite() -> list[Case]:
-    wordings = [w for w in OPPOSITE_WORDINGS if split_of(f"opposite {w}") == "test"]
+    wordings = [w for w in FACTS.opposite_wordings if split_of(f"opposite {w}") == "test"]
     return [_opposite_case(colour, wording) for wording in wordings for colour in OPPOSITES]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.family import LLAMA_LIKE, Family, Windows, every_nth_full, llama_like
+from quire.checkpoint.families.family import Family, Windows, every_nth_full, family
 from quire.checkpoint.files import Fields
 
 
@@ -67,11 +67,8 @@ _GPT2_KEYS = {
     "num_attention_heads": "n_head",
     "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-    "norm_eps": "layer_norm_epsilon",
 }
 _GLM = {
-    **LLAMA_LIKE,
     "rms_norm_eps": 1.5625e-7,
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -80,223 +77,191 @@ _GLM = {
 }
 
 DENSE: dict[str, Family] = {
-    "LlamaForCausalLM": llama_like("llama", "llama.llama", 2048),
-    "MistralForCausalLM": llama_like(
-        "mistral", "mistral.mistral", 131072, num_key_value_heads=8, sliding_window=4096, windows=Windows.ALL
+    "LlamaForCausalLM": family("llama", "llama.llama", max_position_embeddings=2048),
+    "MistralForCausalLM": family(
+        "mistral",
+        "mistral.mistral",
+        max_position_embeddings=131072,
+        num_key_value_heads=8,
+        sliding_window=4096,
+        windows=Windows.ALL,
     ),
-    "Qwen2ForCausalLM": llama_like("qwen2", "qwen.qwen2", 32768, **_WINDOW_LAYERS, windows=Windows.BY_LAYER),
-    "Qwen3ForCausalLM": llama_like(
-        "qwen3", "qwen.qwen3", 32768, **_WINDOW_LAYERS, head_dim=128, windows=Windows.BY_LAYER
+    "Qwen2ForCausalLM": family(
+        "qwen2", "qwen.qwen2", _WINDOW_LAYERS, max_position_embeddings=32768, windows=Windows.BY_LAYER
     ),
-    "Phi3ForCausalLM": llama_like(
+    "Qwen3ForCausalLM": family(
+        "qwen3", "qwen.qwen3", _WINDOW_LAYERS, max_position_embeddings=32768, head_dim=128, windows=Windows.BY_LAYER
+    ),
+    "Phi3ForCausalLM": family(
         "phi3",
         "llama.phi3",
-        4096,
+        max_position_embeddings=4096,
         rms_norm_eps=1e-5,
         original_max_position_embeddings=4096,
         rotary_part="partial_rotary_factor",
         windows=Windows.ALL,
     ),
-    "GPTNeoXForCausalLM": Family(
+    "GPTNeoXForCausalLM": family(
         "gpt_neox",
         "gpt.gpt_neox",
-        {
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,
-            "rotary_pct": 0.25,
-        },
-        {"norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"},
-        rotary_part="rotary_pct",
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",
+        max_position_embeddings=2048,
+        rotary_pct=0.25,
+        keys={"rope_theta": "rotary_emb_base"},
     ),
-    "StableLmForCausalLM": Family(
-        "stablelm",
-        "gpt.stablelm",
-        {
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.25,
-        },
-        {"norm_eps": "layer_norm_eps"},
-        rotary_part="partial_rotary_factor",
+    "StableLmForCausalLM": family(
+        "stablelm", "gpt.stablelm", layer_norm_eps=1e-5, max_position_embeddings=4096, partial_rotary_factor=0.25
     ),
-    "Starcoder2ForCausalLM": Family(
+    "Starcoder2ForCausalLM": family(
         "starcoder2",
         "gpt.starcoder2",
-        {
-            "norm_epsilon": 1e-5,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 2,
-        },
-        {"norm_eps": "norm_epsilon"},
+        norm_epsilon=1e-5,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        num_key_value_heads=2,
         windows=Windows.ALL,
     ),
-    "Olmo2ForCausalLM": llama_like("olmo2", "olmo.olmo2", 2048, rms_norm_eps=1e-5),
-    "GraniteForCausalLM": llama_like("granite", "granite.granite", 2048),
-    "SmolLM3ForCausalLM": llama_like(
+    "Olmo2ForCausalLM": family("olmo2", "olmo.olmo2", max_position_embeddings=2048, rms_norm_eps=1e-5),
+    "GraniteForCausalLM": family("granite", "granite.granite", max_position_embeddings=2048),
+    "SmolLM3ForCausalLM": family(
         "smollm3",
         "llama.smollm3",
-        32768,
+        max_position_embeddings=32768,
         tie_word_embeddings=True,
         num_key_value_heads=4,
         rope_theta=2000000.0,
         use_sliding_window=False,
         windows=Windows.LISTED,
     ),
-    "CohereForCausalLM": Family(
+    "CohereForCausalLM": family(
         "cohere",
         "gpt.cohere",
-        {
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-            "rope_theta": 500000.0,
-        },
-        {"norm_eps": "layer_norm_eps"},
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
     ),
-    "GPTJForCausalLM": Family(
+    "GPTJForCausalLM": family(
         "gptj",
         "gpt.gptj",
-        {
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": False,
-            "n_positions": 2048,
-            "rotary_dim": 64,
-        },
-        _GPT2_KEYS,
-        rotary_part="rotary_dim",
+        layer_norm_epsilon=1e-5,
+        activation_function="gelu_new",
+        n_positions=2048,
+        rotary_dim=64,
+        keys=_GPT2_KEYS,
     ),
-    "FalconForCausalLM": Family(
+    "FalconForCausalLM": family(
         "falcon",
         "gpt.falcon",
-        {
-            "layer_norm_epsilon": 1e-5,
-            "activation": "gelu",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 2048,
-        },
-        {"norm_eps": "layer_norm_epsilon", "hidden_act": "activation"},
+        layer_norm_epsilon=1e-5,
+        activation="gelu",
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
         alibi=True,
         derive=_falcon_sizes,
     ),
-    "BloomForCausalLM": Family(
+    "BloomForCausalLM": family(
         "bloom",
         "gpt.bloom",
-        {
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "seq_length": 2048,
-        },
-        {**_GPT2_KEYS, "hidden_size": "hidden_size", "max_position_embeddings": "seq_length"},
+        layer_norm_epsilon=1e-5,
+        activation_function="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        seq_length=2048,
+        keys={**_GPT2_KEYS, "hidden_size": "hidden_size"},
         rotary=False,
         derive=_bloom_sizes,
     ),
-    "MptForCausalLM": Family(
+    "MptForCausalLM": family(
         "mpt",
         "gpt.mpt",
-        {
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu",
-            "tie_word_embeddings": True,
-            "max_seq_len": 2048,
-        },
-        {
+        layer_norm_epsilon=1e-5,
+        activation_function="gelu",
+        tie_word_embeddings=True,
+        max_seq_len=2048,
+        keys={
             "hidden_size": "d_model",
             "num_hidden_layers": "n_layers",
             "num_attention_heads": "n_heads",
-            "max_position_embeddings": "max_seq_len",
-            "hidden_act": "activation_function",
-            "norm_eps": "layer_norm_epsilon",
         },
         rotary=False,
         derive=_mpt_sizes,
     ),
-    "OPTForCausalLM": Family(
+    "OPTForCausalLM": family(
         "opt",
         "gpt.opt",
-        {"layer_norm_eps": 1e-5, "activation_function": "relu", "tie_word_embeddings": True},
-        {"intermediate_size": "ffn_dim", "hidden_act": "activation_function", "norm_eps": "layer_norm_eps"},
+        layer_norm_eps=1e-5,
+        activation_function="relu",
+        tie_word_embeddings=True,
+        keys={"intermediate_size": "ffn_dim"},
         rotary=False,
     ),
-    "GPT2LMHeadModel": Family(
+    "GPT2LMHeadModel": family(
         "gpt2",
         "gpt.gpt2",
-        {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
-        _GPT2_KEYS,
+        layer_norm_epsilon=1e-5,
+        activation_function="gelu_new",
+        tie_word_embeddings=True,
+        keys=_GPT2_KEYS,
         rotary=False,
     ),
-    "GemmaForCausalLM": Family(
+    "GemmaForCausalLM": family(
         "gemma",
         "gemma.gemma",
-        {
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-            "head_dim": 256,
-        },
+        rms_norm_eps=1e-6,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        head_dim=256,
         derive=_gemma_activation,
     ),
-    "PhiForCausalLM": Family(
+    "PhiForCausalLM": family(
         "phi",
         "gpt.phi",
-        {
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "gelu_new",
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,
-            "partial_rotary_factor": 0.5,
-        },
-        {"norm_eps": "layer_norm_eps"},
-        rotary_part="partial_rotary_factor",
+        layer_norm_eps=1e-5,
+        hidden_act="gelu_new",
+        max_position_embeddings=2048,
+        partial_rotary_factor=0.5,
     ),
-    "OlmoForCausalLM": llama_like("olmo", "olmo.olmo", 2048, rms_norm_eps=1e-5),
-    "NemotronForCausalLM": Family(
+    "OlmoForCausalLM": family("olmo", "olmo.olmo", max_position_embeddings=2048, rms_norm_eps=1e-5),
+    "NemotronForCausalLM": family(
         "nemotron",
         "gpt.nemotron",
-        {
-            "norm_eps": 1e-5,
-            "hidden_act": "relu2",
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.5,
-        },
-        {"norm_eps": "norm_eps"},
-        rotary_part="partial_rotary_factor",
+        norm_eps=1e-5,
+        hidden_act="relu2",
+        max_position_embeddings=4096,
+        partial_rotary_factor=0.5,
     ),
-    "ArceeForCausalLM": llama_like("arcee", "llama.arcee", 4096, rms_norm_eps=1e-5, hidden_act="relu2"),
-    "SeedOssForCausalLM": llama_like("seed_oss", "llama.seed_oss", 524288, num_key_value_heads=8, head_dim=128),
-    "Ernie4_5ForCausalLM": llama_like(
+    "ArceeForCausalLM": family(
+        "arcee", "llama.arcee", max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="relu2"
+    ),
+    "SeedOssForCausalLM": family(
+        "seed_oss", "llama.seed_oss", max_position_embeddings=524288, num_key_value_heads=8, head_dim=128
+    ),
+    "Ernie4_5ForCausalLM": family(
         "ernie4_5",
         "llama.ernie",
-        131072,
+        max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         num_key_value_heads=2,
         head_dim=128,
         rope_theta=500000.0,
     ),
-    "GlmForCausalLM": Family("glm", "glm.glm", _GLM, rotary_part="partial_rotary_factor"),
-    "Glm4ForCausalLM": Family("glm4", "glm.glm4", _GLM, rotary_part="partial_rotary_factor"),
-    "Exaone4ForCausalLM": llama_like(
+    "GlmForCausalLM": family("glm", "glm.glm", _GLM),
+    "Glm4ForCausalLM": family("glm4", "glm.glm4", _GLM),
+    "Exaone4ForCausalLM": family(
         "exaone4",
         "olmo.exaone4",
-        2048,
+        max_position_embeddings=2048,
         rms_norm_eps=1e-5,
         use_sliding_window=True,
         sliding_window=4096,
         windows=Windows.LISTED,
         derive=_exaone4_types,
     ),
-    "HunYuanDenseV1ForCausalLM": llama_like(
-        "hunyuan_v1_dense", "llama.hunyuan", 2048, rms_norm_eps=1e-5, derive=_hunyuan_base
+    "HunYuanDenseV1ForCausalLM": family(
+        "hunyuan_v1_dense", "llama.hunyuan", max_position_embeddings=2048, rms_norm_eps=1e-5, derive=_hunyuan_base
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.family import Family, Windows, layer_types, llama_like
+from quire.checkpoint.families.family import Family, Windows, family, layer_types
 from quire.checkpoint.files import Fields
 
 
@@ -37,21 +37,21 @@ def _minimax_rotation(fields: Fields) -> dict[str, Any]:
 
 
 EXPERTS: dict[str, Family] = {
-    "MixtralForCausalLM": llama_like(
+    "MixtralForCausalLM": family(
         "mixtral",
         "mistral.mixtral",
-        131072,
+        max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
         num_local_experts=8,
         num_experts_per_tok=2,
-        rope_theta=1e6,
+        rope_theta=1000000.0,
         windows=Windows.ALL,
     ),
-    "Qwen2MoeForCausalLM": llama_like(
+    "Qwen2MoeForCausalLM": family(
         "qwen2_moe",
         "qwen.qwen2_moe",
-        32768,
+        max_position_embeddings=32768,
         use_sliding_window=False,
         sliding_window=4096,
         max_window_layers=28,
@@ -62,10 +62,10 @@ EXPERTS: dict[str, Family] = {
         windows=Windows.LISTED,
         derive=_qwen2_layers,
     ),
-    "Qwen3MoeForCausalLM": llama_like(
+    "Qwen3MoeForCausalLM": family(
         "qwen3_moe",
         "qwen.qwen3_moe",
-        32768,
+        max_position_embeddings=32768,
         num_key_value_heads=4,
         use_sliding_window=False,
         sliding_window=4096,
@@ -74,10 +74,10 @@ EXPERTS: dict[str, Family] = {
         windows=Windows.ALL,
         derive=_qwen3_names,
     ),
-    "GptOssForCausalLM": llama_like(
+    "GptOssForCausalLM": family(
         "gpt_oss",
         "llama.gpt_oss",
-        131072,
+        max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
         head_dim=64,
@@ -97,10 +97,10 @@ EXPERTS: dict[str, Family] = {
         windows=Windows.LISTED,
         derive=_gpt_oss_layers,
     ),
-    "Glm4MoeForCausalLM": llama_like(
+    "Glm4MoeForCausalLM": family(
         "glm4_moe",
         "glm.glm4_moe",
-        131072,
+        max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         num_key_value_heads=8,
         partial_rotary_factor=0.5,
@@ -108,18 +108,17 @@ EXPERTS: dict[str, Family] = {
         num_experts_per_tok=8,
         moe_intermediate_size=1408,
         first_k_dense_replace=1,
-        rotary_part="partial_rotary_factor",
     ),
-    "OlmoeForCausalLM": llama_like(
-        "olmoe", "olmo.olmoe", 4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8
+    "OlmoeForCausalLM": family(
+        "olmoe", "olmo.olmoe", max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8
     ),
-    "GraniteMoeForCausalLM": llama_like(
-        "granitemoe", "granite.granite_moe", 2048, num_local_experts=8, num_experts_per_tok=2
+    "GraniteMoeForCausalLM": family(
+        "granitemoe", "granite.granite_moe", max_position_embeddings=2048, num_local_experts=8, num_experts_per_tok=2
     ),
-    "Ernie4_5_MoeForCausalLM": llama_like(
+    "Ernie4_5_MoeForCausalLM": family(
         "ernie4_5_moe",
         "llama.ernie_moe",
-        131072,
+        max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         num_key_value_heads=4,
@@ -127,15 +126,15 @@ EXPERTS: dict[str, Family] = {
         moe_k=6,
         moe_intermediate_size=1536,
     ),
-    "MiniMaxM2ForCausalLM": llama_like(
+    "MiniMaxM2ForCausalLM": family(
         "minimax_m2",
         "llama.minimax_m2",
-        196608,
+        max_position_embeddings=196608,
         num_key_value_heads=8,
         head_dim=128,
         num_local_experts=256,
         num_experts_per_tok=8,
-        rope_theta=5e6,
+        rope_theta=5000000.0,
         rotary_part="partial_rotary_factor",
         derive=_minimax_rotation,
     ),

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from quire.checkpoint.files import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LLAMA_LIKE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+LLAMA_DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu"}
+SPELLINGS = {
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "hidden_act": ("hidden_act", "hidden_activation", "activation_function", "activation"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+}
+"""The keys that fields have in the configs of different architectures, Llama's first."""
+ROTARY_PARTS = ("partial_rotary_factor", "rotary_pct", "rotary_dim")
 
 
 class Windows(Enum):
@@ -46,7 +53,7 @@ class Family:
     model_type: str
     options: str
     defaults: Mapping[str, Any]
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str]
     rotary: bool = True
     rotary_part: str | None = None
     windows: Windows = Windows.NEVER
@@ -57,30 +64,26 @@ class Family:
     pools: str | None = None
     causal: bool = True
 
+    def key(self, name: str) -> str:
+        """Return the key of one of our fields."""
+        return self.keys.get(name, name)
 
-def llama_like(
-    model_type: str,
-    options: str,
-    max_position_embeddings: int,
-    *,
-    keys: Mapping[str, str] | None = None,
-    rotary_part: str | None = None,
-    windows: Windows = Windows.NEVER,
-    derive: Callable[[Fields], Mapping[str, Any]] | None = None,
-    within: str | None = None,
-    **defaults: Any,
-) -> Family:
-    """Return a row of an architecture with Llama's defaults, but for these."""
-    return Family(
-        model_type,
-        options,
-        {**LLAMA_LIKE, "max_position_embeddings": max_position_embeddings, **defaults},
-        keys or {},
-        rotary_part=rotary_part,
-        windows=windows,
-        derive=derive,
-        within=within,
-    )
+
+def family(model_type: str, options: str, *bases: Mapping[str, Any], **values: Any) -> Family:
+    """Return the row of an architecture: `values` are fields of `Family` by name, and defaults of keys, all others.
+
+    Defaults of keys are Llama's, then those of `bases`, then `values`. A default under one of the `SPELLINGS` of a
+    field makes that its key, and one of the `ROTARY_PARTS` the `rotary_part`.
+    """
+    fields = {name: values.pop(name) for name in Family.__slots__ if name in values}
+    defaults: dict[str, Any] = {}
+    for base in (*bases, values):
+        defaults.update(base)
+    keys = {name: spellings[0] for name, spellings in SPELLINGS.items()} | fields.pop("keys", {})
+    keys |= {name: key for name, spellings in SPELLINGS.items() for key in spellings if key in defaults}
+    fields.setdefault("rotary_part", next((key for key in ROTARY_PARTS if key in defaults), None))
+    llama = {keys[name]: value for name, value in LLAMA_DEFAULTS.items() if keys[name] == SPELLINGS[name][0]}
+    return Family(model_type, options, {"tie_word_embeddings": False, **llama, **defaults}, keys, **fields)
 
 
 def num_layers(fields: Fields) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.checkpoint.families.family import LLAMA_LIKE, Family, num_layers
+from quire.checkpoint.families.family import Family, family, num_layers
 from quire.checkpoint.files import Fields
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
@@ -58,7 +58,6 @@ def _lfm2(fields: Fields) -> dict[str, Any]:
 
 
 _QWEN = {
-    **LLAMA_LIKE,
     "max_position_embeddings": 32768,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -82,15 +81,7 @@ _QWEN35_MOE = {**_SHARED, "num_key_value_heads": 2, "num_experts": 256, "num_exp
 
 
 def _qwen(model_type: str, options: str, defaults: dict[str, Any], within: str | None = None) -> Family:
-    return Family(
-        model_type,
-        options,
-        {**_QWEN, **defaults},
-        rotary_part="partial_rotary_factor",
-        keeps_states=True,
-        derive=_linear_layers,
-        within=within,
-    )
+    return family(model_type, options, _QWEN, defaults, keeps_states=True, derive=_linear_layers, within=within)
 
 
 HYBRID: dict[str, Family] = {
@@ -99,19 +90,16 @@ HYBRID: dict[str, Family] = {
         "qwen.qwen3_next",
         {**_SHARED, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
     ),
-    "Lfm2ForCausalLM": Family("lfm2", "lfm2.lfm2", _LFM2, {"norm_eps": "norm_eps"}, keeps_states=True, derive=_lfm2),
-    "Lfm2MoeForCausalLM": Family(
+    "Lfm2ForCausalLM": family("lfm2", "lfm2.lfm2", _LFM2, keeps_states=True, derive=_lfm2),
+    "Lfm2MoeForCausalLM": family(
         "lfm2_moe",
         "lfm2.lfm2_moe",
-        {
-            **_LFM2,
-            "num_key_value_heads": 8,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1792,
-            "block_auto_adjust_ff_dim": False,
-        },
-        {"norm_eps": "norm_eps"},
+        _LFM2,
+        num_key_value_heads=8,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1792,
+        block_auto_adjust_ff_dim=False,
         keeps_states=True,
         derive=_lfm2,
     ),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import (
-    LLAMA_LIKE,
     Family,
     Windows,
     every_nth_full,
+    family,
     layer_types,
-    llama_like,
     two_rotations,
 )
 from quire.checkpoint.files import Fields
@@ -65,68 +64,57 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3 = {**_GEMMA, **_LISTED, "vocab_size": 262208, "max_position_embeddings": 131072}
-_MISTRAL: dict[str, Any] = {**LLAMA_LIKE, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+_MISTRAL: dict[str, Any] = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 LOCAL: dict[str, Family] = {
-    "Gemma2ForCausalLM": Family(
+    "Gemma2ForCausalLM": family(
         "gemma2",
         "gemma.gemma2",
-        {
-            **_GEMMA,
-            **_LISTED,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        {"hidden_act": "hidden_activation"},
+        _GEMMA,
+        _LISTED,
+        vocab_size=256000,
+        max_position_embeddings=8192,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
         windows=Windows.LISTED,
         derive=lambda fields: every_nth_full(fields, 2),
     ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        "gemma.gemma3",
-        _GEMMA3,
-        {"hidden_act": "hidden_activation"},
+    "Gemma3ForCausalLM": family("gemma3_text", "gemma.gemma3", _GEMMA3, windows=Windows.LISTED, derive=_gemma3),
+    "Gemma3ForConditionalGeneration": family(
+        "gemma3", "gemma.gemma3", _GEMMA3, windows=Windows.LISTED, derive=_gemma3, within="text_config"
+    ),
+    "Olmo3ForCausalLM": family(
+        "olmo3",
+        "olmo.olmo2",
+        _LISTED,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
         windows=Windows.LISTED,
-        derive=_gemma3,
+        derive=_olmo3,
     ),
-    "Gemma3ForConditionalGeneration": Family(
-        "gemma3",
-        "gemma.gemma3",
-        _GEMMA3,
-        {"hidden_act": "hidden_activation"},
-        windows=Windows.LISTED,
-        derive=_gemma3,
-        within="text_config",
+    "MinistralForCausalLM": family(
+        "ministral", "mistral.mistral", _MISTRAL, _LISTED, windows=Windows.LISTED, derive=_ministral
     ),
-    "Olmo3ForCausalLM": llama_like(
-        "olmo3", "olmo.olmo2", 2048, **_LISTED, rms_norm_eps=1e-5, windows=Windows.LISTED, derive=_olmo3
-    ),
-    "MinistralForCausalLM": Family(
-        "ministral", "mistral.mistral", {**_MISTRAL, **_LISTED}, windows=Windows.LISTED, derive=_ministral
-    ),
-    "Ministral3ForCausalLM": Family(
+    "Ministral3ForCausalLM": family(
         "ministral3",
         "mistral.mistral",
-        {**_MISTRAL, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "head_dim": 128},
+        _MISTRAL,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=262144,
+        head_dim=128,
         windows=Windows.ALL,
         derive=_ministral3,
     ),
-    "Mistral3ForConditionalGeneration": Family(
+    "Mistral3ForConditionalGeneration": family(
         "mistral3", "mistral.mistral", _MISTRAL, windows=Windows.ALL, within="text_config"
     ),
-    "Cohere2ForCausalLM": Family(
+    "Cohere2ForCausalLM": family(
         "cohere2",
         "gpt.cohere2",
-        {
-            **_LISTED,
-            "layer_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        {"norm_eps": "layer_norm_eps"},
+        _LISTED,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
         windows=Windows.LISTED,
         derive=lambda fields: every_nth_full(fields, fields.integer("sliding_window_pattern", 4, low=1)),
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.families.dense import DENSE
-from quire.checkpoint.families.family import FULL, SLIDING, Family, Windows, layer_types
+from quire.checkpoint.families.family import FULL, SLIDING, Family, Windows, family, layer_types
 from quire.checkpoint.families.local import LOCAL
 from quire.checkpoint.files import Fields
 
@@ -47,17 +47,7 @@ def _modernbert_layers(fields: Fields) -> dict[str, Any]:
     return {**types, "rope_parameters": ropes, "sliding_window": window, "use_sliding_window": True}
 
 
-_BERT_KEYS = {"norm_eps": "layer_norm_eps"}
-_BERT_FAMILY = Family(
-    "bert",
-    "bert.bert",
-    _BERT,
-    _BERT_KEYS,
-    rotary=False,
-    derive=_learned_positions,
-    pools="embed",
-    causal=False,
-)
+_BERT_FAMILY = family("bert", "bert.bert", _BERT, rotary=False, derive=_learned_positions, pools="embed", causal=False)
 _ROBERTA_FAMILY = replace(
     _BERT_FAMILY,
     model_type="roberta",
@@ -66,21 +56,18 @@ _ROBERTA_FAMILY = replace(
     derive=_roberta_positions,
 )
 _XLM_ROBERTA_FAMILY = replace(_ROBERTA_FAMILY, model_type="xlm-roberta")
-_MODERNBERT_FAMILY = Family(
+_MODERNBERT_FAMILY = family(
     "modernbert",
     "bert.modernbert",
-    {
-        "norm_eps": 1e-5,
-        "hidden_activation": "gelu",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-        "norm_bias": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "classifier_bias": False,
-        "classifier_activation": "gelu",
-    },
-    {"norm_eps": "norm_eps", "hidden_act": "hidden_activation"},
+    norm_eps=1e-5,
+    hidden_activation="gelu",
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    norm_bias=False,
+    attention_bias=False,
+    mlp_bias=False,
+    classifier_bias=False,
+    classifier_activation="gelu",
     windows=Windows.LISTED,
     derive=_modernbert_layers,
     pools="embed",

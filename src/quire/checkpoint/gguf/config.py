@@ -72,7 +72,7 @@ class _Reader:
         config = {
             "architectures": [self._table.architecture],
             "model_type": self._family.model_type,
-            **{self._key(key): value for key, value in sizes.items()},
+            **{self._family.key(key): value for key, value in sizes.items()},
             "vocab_size": self._vocab_size(),
             "tie_word_embeddings": "output.weight" not in self._home,
             "dtype": self._dtype(),
@@ -88,9 +88,6 @@ class _Reader:
 
     def _entry(self, name: str) -> GGUFEntry | None:
         return self._home[name].entries[name] if name in self._home else None
-
-    def _key(self, name: str) -> str:
-        return self._family.keys.get(name, "rms_norm_eps" if name == "norm_eps" else name)
 
     def _same(self, key: str, default: int | None = None) -> int:
         """Return a number that may be given for each layer, but must be the same for all."""
@@ -151,7 +148,7 @@ class _Reader:
         scaling = self._rope_scaling(rotated // 2, max_positions)
         if scaling is not None:
             found["rope_scaling"] = scaling
-        key = self._key("rope_theta")
+        key = self._family.key("rope_theta")
         found[key] = found.pop("rope_theta")
         return found
 
