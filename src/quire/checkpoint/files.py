@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,30 @@ class Fields:
             return default
         if not isinstance(value, str):
             raise self.error(key, "a string")
+        return value
+
+    def choice(self, key: str, choices: Iterable[str], default: Any = _REQUIRED) -> str:
+        """One of some strings."""
+        value = self.text(key, default)
+        if value not in choices:
+            raise self.error(key, f"one of {', '.join(choices)}")
+        return value
+
+    def two_sizes(self, key: str) -> tuple[int, int]:
+        """A list of two integers above 0, such as the sizes of a matrix."""
+        value = self.values.get(key)
+        sizes = value if isinstance(value, list) else []
+        if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
+            raise self.error(key, "two sizes")
+        return sizes[0], sizes[1]
+
+    def names(self, key: str, length: int, known: Sequence[str]) -> list[str]:
+        """A list of known names, one for each of `length` layers."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.error(key, f"a list of num_hidden_layers, {length}, names")
+        if any(name not in known for name in value):
+            raise self.error(key, f"names among {', '.join(known)}")
         return value
 
     def inner(self, key: str) -> Fields | None:

@@ -18,11 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from quire.checkpoint.files import Fields
-from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout, signed, unpack_words
+from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
+from quire.checkpoint.quantization.tensors import integer_layout, packed_integers
 from quire.checkpoint.tensor import QuantizedTensor
 
 PARTS = ("qweight", "qzeros", "scales")
@@ -33,91 +31,28 @@ GPTQ_FORMATS = ("gptq", "gptq_v2")
 
 
 @dataclass(frozen=True, slots=True)
-class AWQ:
-    """The settings of an AWQ checkpoint; group is -1 where a row has one scale."""
-
-    group: int
-    name: str = "awq"
-
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each weight is made."""
-        found = {}
-        for module in parts.modules(*PARTS):
-            qweight, qzeros, scales = names = tuple(f"{module}.{part}" for part in PARTS)
-            beside = next(name for name in names if name in parts)
-            stored = parts.matrix(qweight, ("I32",), beside)
-            if stored is None:
-                continue
-            inputs, words = stored
-            group = inputs if self.group == -1 else self.group
-            if inputs % group:
-                raise parts.error(qweight, f"has {inputs} rows (expected a multiple of group_size, {group})")
-            good = parts.check(qzeros, [(inputs // group, words)], ("I32",), beside)
-            if parts.check(scales, [(inputs // group, 8 * words)], SCALES, beside) and good:
-                found[f"{module}.weight"] = _awq_recipe(names, (8 * words, inputs), group)
-        return found
-
-
-def parse_awq(fields: Fields) -> AWQ:
-    """Read an AWQ config. Raises ModelError for settings that are not supported."""
-    bits_key = "bits" if fields.values.get("bits") is not None else "w_bit"
-    if fields.integer(bits_key, 4) != 4:
-        raise fields.error(bits_key, "4, the only bits supported of AWQ")
-    version = fields.text("version", "gemm")
-    if version.lower() != "gemm":
-        raise fields.error("version", "gemm, the only layout supported of AWQ")
-    if not fields.flag("zero_point", True):
-        raise fields.error("zero_point", "true, as AWQ without zero points is not supported")
-    group_key = "group_size" if fields.values.get("group_size") is not None else "q_group_size"
-    group = fields.integer(group_key, 128, low=-1)
-    if group not in (-1, *AWQ_GROUPS):
-        raise fields.error(group_key, f"one of -1, {', '.join(map(str, AWQ_GROUPS))}")
-    return AWQ(group)
-
-
-def _awq_recipe(names: tuple[str, ...], shape: tuple[int, int], group: int) -> Recipe:
-    layout = integer_layout(4, group, shape[1], zeros=True)
-
-    def make(read: Reader) -> QuantizedTensor:
-        qweight, qzeros = (read(name).array.view(np.uint32) for name in names[:2])
-        scales = read(names[2])
-        return IntegerTensor.whole(
-            shape,
-            group,
-            layout,
-            lambda rows, columns: unpack_words(qweight[columns], 4, rows, AWQ_ORDER).T,
-            lambda rows: scales.columns(rows.start, rows.stop).to_float32().T,
-            zeros=lambda rows: unpack_words(qzeros, 4, rows, AWQ_ORDER).T.astype(np.float32),
-        )
-
-    return Recipe(shape, layout, names, make)
-
-
-@dataclass(frozen=True, slots=True)
-class GPTQ:
-    """The settings of a GPTQ checkpoint.
+class GroupedIntegers:
+    """The settings of an AWQ or a GPTQ checkpoint.
 
     Attributes:
         group: inputs of a group, -1 for all. zero_shift: what is added to stored zero points.
+        order: AWQ's places of outputs in a word; None where words hold inputs.
         dynamic: settings of modules whose names match a pattern; None for those that are not quantized.
     """
 
+    name: str
     bits: int
     group: int
-    zero_shift: int
-    dynamic: Mapping[str, GPTQ | None] = field(default_factory=dict)
-    name: str = "gptq"
+    zero_shift: int = 0
+    order: list[int] | None = None
+    dynamic: Mapping[str, GroupedIntegers | None] = field(default_factory=dict)
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each weight is made."""
-        found = {}
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how each weight is made."""
         for module in parts.modules(*PARTS):
-            recipe = self._of(module)._recipe(module, parts)
-            if recipe is not None:
-                found[f"{module}.weight"] = recipe
-        return found
+            yield f"{module}.weight", self._of(module)._recipe(module, parts)
 
-    def _of(self, module: str) -> GPTQ:
+    def _of(self, module: str) -> GroupedIntegers:
         """Return the settings of a module."""
         for pattern, settings in self.dynamic.items():
             if settings is not None and re.match(pattern, module):
@@ -131,46 +66,58 @@ class GPTQ:
         stored = parts.matrix(qweight, ("I32",), beside)
         if stored is None:
             return None
-        inputs, outputs = stored[0] * in_word, stored[1]
+        inputs, outputs = (stored[0] * in_word, stored[1]) if self.order is None else (stored[0], stored[1] * in_word)
         group = inputs if self.group == -1 else self.group
+        if self.order is not None and inputs % group:
+            raise parts.error(qweight, f"has {inputs} rows (expected a multiple of group_size, {group})")
         groups = -(-inputs // group)
         good = parts.check(scales, [(groups, outputs)], SCALES, beside)
         good &= parts.check(qzeros, [(groups, -(-outputs // in_word))], ("I32",), beside)
         if not good:
             return None
-        order = f"{module}.g_idx"
-        group_of = parts.group_index(order, inputs, group, groups, beside=order)
-        if order in parts:
-            names = (*names, order)
-        bits, shape = self.bits, (outputs, inputs)
-        layout = integer_layout(bits, group, inputs, zeros=True, group_of=group_of)
+        index = f"{module}.g_idx"
+        group_of = parts.group_index(index, inputs, group, groups, beside=index)
+        if index in parts:
+            names = (*names, index)
+        shape = (outputs, inputs)
+        layout = integer_layout(self.bits, group, inputs, zeros=True, group_of=group_of)
 
         def make(read: Reader) -> QuantizedTensor:
-            words, zero_words = (read(name).array.view(np.uint32) for name in names[:2])
-            factors = read(names[2])
-
-            def unpack(rows: slice, columns: slice) -> np.ndarray:
-                values = unpack_words(words[:, rows].T, bits, columns)
-                return values if bits == 4 else signed(values)
-
-            def zeros(rows: slice) -> np.ndarray:
-                values = unpack_words(zero_words, bits, rows).T.astype(np.float32)
-                return values + np.float32(self.zero_shift - (0 if bits == 4 else 128))
-
-            return IntegerTensor.whole(
+            words, zeros, factors = read(qweight).array, read(qzeros).array, read(scales)
+            return packed_integers(
                 shape,
                 group,
                 layout,
-                unpack,
+                self.bits,
+                words.T if self.order is None else words,
                 lambda rows: factors.columns(rows.start, rows.stop).to_float32().T,
-                zeros=zeros,
-                group_of=group_of,
+                zeros,
+                group_of,
+                zero_shift=self.zero_shift,
+                order=self.order,
             )
 
         return Recipe(shape, layout, names, make)
 
 
-def parse_gptq(fields: Fields) -> GPTQ:
+def parse_awq(fields: Fields) -> GroupedIntegers:
+    """Read an AWQ config. Raises ModelError for settings that are not supported."""
+    bits_key = "bits" if fields.values.get("bits") is not None else "w_bit"
+    if fields.integer(bits_key, 4) != 4:
+        raise fields.error(bits_key, "4, the only bits supported of AWQ")
+    version = fields.text("version", "gemm")
+    if version.lower() != "gemm":
+        raise fields.error("version", "gemm, the only layout supported of AWQ")
+    if not fields.flag("zero_point", True):
+        raise fields.error("zero_point", "true, as AWQ without zero points is not supported")
+    group_key = "group_size" if fields.values.get("group_size") is not None else "q_group_size"
+    group = fields.integer(group_key, 128, low=-1)
+    if group not in (-1, *AWQ_GROUPS):
+        raise fields.error(group_key, f"one of -1, {', '.join(map(str, AWQ_GROUPS))}")
+    return GroupedIntegers("awq", 4, group, order=AWQ_ORDER)
+
+
+def parse_gptq(fields: Fields) -> GroupedIntegers:
     """Read a GPTQ config. Raises ModelError for settings that are not supported."""
     key = "format" if fields.values.get("checkpoint_format") is None else "checkpoint_format"
     stored = fields.text(key, "gptq").lower()
@@ -178,7 +125,7 @@ def parse_gptq(fields: Fields) -> GPTQ:
         raise fields.error(key, f"one of {', '.join(GPTQ_FORMATS)}")
     if fields.flag("is_marlin_format", False):
         raise fields.error("is_marlin_format", "false, as weights in the order of Marlin's GPU kernels cannot be read")
-    settings = GPTQ(_bits(fields), _group(fields), 0 if stored == "gptq_v2" else 1)
+    settings = GroupedIntegers("gptq", _bits(fields), _group(fields), 0 if stored == "gptq_v2" else 1)
     dynamic = fields.inner("dynamic")
     if dynamic is None:
         return settings
@@ -196,7 +143,7 @@ def _pattern(key: str, dynamic: Fields) -> str:
     return pattern
 
 
-def _override(settings: GPTQ, key: str, dynamic: Fields) -> GPTQ | None:
+def _override(settings: GroupedIntegers, key: str, dynamic: Fields) -> GroupedIntegers | None:
     if key.startswith("-:"):
         return None
     changes: dict[str, Any] = {}

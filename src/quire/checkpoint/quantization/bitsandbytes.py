@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from quire.checkpoint.files import Fields, parse_json_object
-from quire.checkpoint.quantization.parts import Parts, Reader, Recipe
+from quire.checkpoint.quantization.parts import Parts, Reader, Recipe, Recipes
 from quire.checkpoint.quantization.tensors import CodeTensor, IntegerTensor, code_layout, integer_layout, nibbles
 from quire.checkpoint.tensor import QuantizedTensor
 
@@ -34,18 +33,14 @@ class BitsAndBytes:
     bits: int
     name: str = "bitsandbytes"
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each weight is made."""
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how each weight is made."""
         make, suffixes = (_octets, ("SCB",)) if self.bits == 8 else (_codes, ("weight.absmax", "weight.quant_map"))
         modules = parts.modules(*suffixes)
         other = "I8" if self.bits == 8 else "U8"
         modules += [m for m in parts.modules("weight") if parts.dtype(f"{m}.weight") == other]
-        found = {}
         for module in dict.fromkeys(modules):
-            recipe = make(module, parts)
-            if recipe is not None:
-                found[f"{module}.weight"] = recipe
-        return found
+            yield f"{module}.weight", make(module, parts)
 
 
 def parse_bitsandbytes(fields: Fields) -> BitsAndBytes:
@@ -53,8 +48,8 @@ def parse_bitsandbytes(fields: Fields) -> BitsAndBytes:
     eight, four = (fields.flag(key, False) or fields.flag(f"_{key}", False) for key in ("load_in_8bit", "load_in_4bit"))
     if eight == four:
         raise fields.error("load_in_8bit", "true, or load_in_4bit, and not both")
-    if four and fields.text("bnb_4bit_quant_type", "fp4") not in KINDS:
-        raise fields.error("bnb_4bit_quant_type", f"one of {', '.join(KINDS)}")
+    if four:
+        fields.choice("bnb_4bit_quant_type", KINDS, "fp4")
     return BitsAndBytes(8 if eight else 4)
 
 
@@ -94,7 +89,7 @@ def _codes(module: str, parts: Parts) -> Recipe | None:
     if not parts.check(state_name, [parts.shape(state_name)] if state_name in parts else [], ("U8",), beside):
         return None
     state = _state(state_name, parts)
-    outputs, inputs = shape = _shape(state)
+    outputs, inputs = shape = state.two_sizes("shape")
     block = state.integer("blocksize", low=16, high=MAX_BLOCK)
     blocks = -(-outputs * inputs // block)
     size = -(-outputs * inputs // 2)
@@ -117,14 +112,6 @@ def _state(name: str, parts: Parts) -> Fields:
         raise parts.error(name, f"is too large (expected at most {MAX_STATE_BYTES} bytes, got {stored.size})")
     path = parts.path_of(name)
     return Fields(parse_json_object(stored.tobytes(), path, name), path, name)
-
-
-def _shape(state: Fields) -> tuple[int, int]:
-    shape: Any = state.values.get("shape")
-    sizes = shape if isinstance(shape, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        raise state.error("shape", "two sizes")
-    return sizes[0], sizes[1]
 
 
 def _code_recipe(

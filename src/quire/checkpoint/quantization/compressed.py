@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.checkpoint.files import Fields
 from quire.checkpoint.quantization.floats import MXFP4_GROUP, NVFP4_GROUP, float_recipe, fp4_recipe
-from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout, signed, unpack_words
+from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
+from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout, packed_integers
 from quire.checkpoint.tensor import QuantizedTensor
 from quire.errors import echo
 
@@ -47,9 +47,8 @@ class CompressedTensors:
     targets: Mapping[str, WeightScheme]
     name: str = "compressed-tensors"
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each weight is made."""
-        found = {}
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how each weight is made."""
         stored = ("I8", "F8_E4M3", "F8_E5M2")
         modules = parts.modules(*PACKED)
         modules += [module for module in parts.modules("weight") if parts.dtype(f"{module}.weight") in stored]
@@ -63,9 +62,7 @@ class CompressedTensors:
                 recipe = float_recipe(module, parts, scheme.block, scheme.group)
             else:
                 recipe = _plain(module, scheme, parts)
-            if recipe is not None:
-                found[f"{module}.weight"] = recipe
-        return found
+            yield f"{module}.weight", recipe
 
     def _of(self, module: str) -> WeightScheme:
         """Return the scheme of a module: by its name, then by a pattern, then by its class, which is some Linear."""
@@ -129,9 +126,7 @@ def _targets(group: Fields) -> list[str]:
 
 
 def _scheme(weights: Fields) -> WeightScheme:
-    kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
-    if kind not in ("int", "float"):
-        raise weights.error("type", "int or float")
+    kind, bits = weights.choice("type", ("int", "float"), "int"), weights.integer("num_bits", 8)
     if bits not in BITS:
         raise weights.error("num_bits", "4 or 8, the only ones supported")
     group = weights.integer("group_size", None, low=-1)
@@ -149,9 +144,7 @@ def _scheme(weights: Fields) -> WeightScheme:
         sizes = weights.values.get("block_structure")
         if isinstance(sizes, str):  # "128x128", of earlier versions
             sizes = [int(size) for size in sizes.split("x") if size.isdecimal()]
-        if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-            raise weights.error("block_structure", "two sizes")
-        block = sizes[0], sizes[1]
+        block = replace(weights, values={**weights.values, "block_structure": sizes}).two_sizes("block_structure")
     symmetric = weights.flag("symmetric", True)
     if kind == "float" and not symmetric:
         raise weights.error("symmetric", "true, for float")
@@ -203,10 +196,10 @@ def _integers(
         return None
     order = f"{module}.weight_g_idx"
     group_of = parts.group_index(order, inputs, group, groups, beside=names[0], may_be_unused=True)
-    zero_name = names[-1]
+    zero_name = None if scheme.symmetric else names[-1]
     if order in parts:
         names = (*names, order)
-    unsigned, bits = packed and scheme.bits == 4, scheme.bits
+    bits = scheme.bits
     # Four bits that lie in bytes stay in bytes: their signs are stored otherwise.
     layout = integer_layout(bits if packed else 8, group, inputs, zeros=not scheme.symmetric, group_of=group_of)
 
@@ -214,30 +207,18 @@ def _integers(
         stored, by_row = read(names[0]).array, read(names[1]).to_float32()
         by_row = by_row.reshape(1, 1) if by_row.size == 1 else by_row.reshape(outputs, -1)
         by_row = np.broadcast_to(by_row, (outputs, groups))
-
-        def unpack(rows: slice, across: slice) -> np.ndarray:
-            if not packed:
-                return stored[rows, across]
-            values = unpack_words(stored[rows].view(np.uint32), bits, across)
-            return values if unsigned else signed(values)
-
-        points = np.zeros(0) if scheme.symmetric else read(zero_name).array
-        points = np.ascontiguousarray(points.T).view(np.uint32) if packed and points.size else points
-
-        def zeros(rows: slice) -> np.ndarray:
-            if packed:
-                return unpack_words(points, bits, rows).T.astype(np.float32) - np.float32(0 if unsigned else 128)
-            return np.broadcast_to(points, by_row.shape)[rows].astype(np.float32)
-
+        points = None if zero_name is None else read(zero_name).array
+        if packed:
+            words = None if points is None else points.T
+            return packed_integers(shape, group, layout, bits, stored, lambda rows: by_row[rows], words, group_of)
         return IntegerTensor.whole(
             shape,
             group,
             layout,
-            unpack,
+            lambda rows, across: stored[rows, across],
             lambda rows: by_row[rows],
-            zeros=None if scheme.symmetric else zeros,
+            zeros=None if points is None else lambda rows: np.broadcast_to(points, by_row.shape)[rows].astype("f4"),
             group_of=group_of,
-            middle=8 if unsigned else 0,
         )
 
     return Recipe(shape, layout, names, make)

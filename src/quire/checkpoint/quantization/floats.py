@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.checkpoint.files import Fields
-from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe
-from quire.checkpoint.quantization.tensors import CodeTensor, StackedTensor, code_layout, unpack_nibbles
+from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
+from quire.checkpoint.quantization.tensors import ByGroup, CodeTensor, StackedTensor, code_layout, unpack_nibbles
 from quire.checkpoint.small_floats import E2M1, E8M0
-from quire.checkpoint.tensor import QuantizedTensor, TransposedTensor
+from quire.checkpoint.tensor import Layout, QuantizedTensor, TransposedTensor
 
 KINDS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 SCHEMES = ("dynamic", "static")
@@ -37,28 +37,17 @@ class FP8:
     block: tuple[int, int] | None
     name: str = "fp8"
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each weight is made."""
-        found = {}
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how each weight is made."""
         for module in parts.modules("weight", "weight_scale", "weight_scale_inv"):
-            recipe = float_recipe(module, parts, self.block)
-            if recipe is not None:
-                found[f"{module}.weight"] = recipe
-        return found
+            yield f"{module}.weight", float_recipe(module, parts, self.block)
 
 
 def parse_fp8(fields: Fields) -> FP8:
     """Read an fp8 config. Raises ModelError for settings that are not supported."""
-    scheme = fields.text("activation_scheme", "dynamic")
-    if scheme not in SCHEMES:
-        raise fields.error("activation_scheme", f"one of {', '.join(SCHEMES)}")
-    block = fields.values.get("weight_block_size")
-    if block is None:
-        return FP8(None)
-    good = isinstance(block, list) and len(block) == 2
-    if not good or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
-        raise fields.error("weight_block_size", "two sizes")
-    return FP8((block[0], block[1]))
+    fields.choice("activation_scheme", SCHEMES, "dynamic")
+    key = "weight_block_size"
+    return FP8(None if fields.values.get(key) is None else fields.two_sizes(key))
 
 
 def float_recipe(module: str, parts: Parts, block: tuple[int, int] | None, group: int | None = None) -> Recipe | None:
@@ -131,16 +120,18 @@ def fp4_recipe(module: str, parts: Parts, group: int) -> Recipe | None:
                 return E8M0[scales.array[rows]]
             return scales.rows(rows.start, rows.stop).to_float32() / divisor
 
-        return CodeTensor.whole(
-            (outputs, inputs),
-            group,
-            layout,
-            lambda rows, across: unpack_nibbles(codes[rows], across),
-            by_group,
-            table=E2M1,
-        )
+        return _e2m1_tensor(codes, group, layout, by_group)
 
     return Recipe((outputs, inputs), layout, names, make)
+
+
+def _e2m1_tensor(codes: np.ndarray, group: int, layout: Layout | None, scales: ByGroup) -> CodeTensor:
+    """Return a matrix [N, K] of which `codes`, uint8 [N, K / 2], has two numbers a byte."""
+
+    def unpack(rows: slice, across: slice) -> np.ndarray:
+        return unpack_nibbles(codes[rows], across)
+
+    return CodeTensor.whole((len(codes), 2 * codes.shape[1]), group, layout, unpack, scales, table=E2M1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +140,10 @@ class MXFP4:
 
     name: str = "mxfp4"
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how the stacked weights of all experts are made."""
-        found = {}
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how the stacked weights of all experts are made."""
         for name in parts.ending("_blocks", "_scales"):
-            recipe = _mxfp4_recipe(name, parts)
-            if recipe is not None:
-                found[name] = recipe
-        return found
+            yield name, _mxfp4_recipe(name, parts)
 
 
 def _mxfp4_recipe(name: str, parts: Parts) -> Recipe | None:
@@ -177,14 +164,7 @@ def _mxfp4_recipe(name: str, parts: Parts) -> Recipe | None:
 
         def expert(index: int) -> CodeTensor:
             codes = packed[index].reshape(outputs, -1)
-            return CodeTensor.whole(
-                (outputs, inputs),
-                MXFP4_GROUP,
-                layout,
-                lambda rows, across: unpack_nibbles(codes[rows], across),
-                lambda rows: E8M0[powers[index, rows]],
-                table=E2M1,
-            )
+            return _e2m1_tensor(codes, MXFP4_GROUP, layout, lambda rows: E8M0[powers[index, rows]])
 
         return StackedTensor(tuple(TransposedTensor(expert(index)) for index in range(experts)))
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,10 @@ class Recipe:
     layout: Layout | None
     parts: tuple[str, ...]
     make: Callable[[Reader], QuantizedTensor]
+
+
+Recipes = Iterator[tuple[str, Recipe | None]]
+"""Names of weights, and how they are made; None where parts are missing or nothing is quantized."""
 
 
 class Parts:
@@ -155,8 +159,8 @@ class StoredFormat(Protocol):
     def name(self) -> str:
         """The method."""
 
-    def recipes(self, parts: Parts) -> dict[str, Recipe]:
-        """Return how each quantized weight is made, by its name; notes missing parts, raises for misshapen ones."""
+    def recipes(self, parts: Parts) -> Recipes:
+        """Yield how each quantized weight is made; notes missing parts, raises ModelError for misshapen ones."""
 
 
 def combine_parts(checkpoint: Checkpoint, stored: StoredFormat) -> Checkpoint:
@@ -168,7 +172,7 @@ def combine_parts(checkpoint: Checkpoint, stored: StoredFormat) -> Checkpoint:
         ModelError: parts of a weight are missing or do not fit each other.
     """
     parts = Parts(checkpoint)
-    recipes = stored.recipes(parts)
+    recipes = {name: recipe for name, recipe in stored.recipes(parts) if recipe is not None}
     parts.finish()
     hidden = {name for recipe in recipes.values() for name in recipe.parts}.union(recipes)
     tensors = {

@@ -261,6 +261,45 @@ def unpack_words(words: np.ndarray, bits: int, columns: slice, order: list[int] 
     return values[:, columns.start - in_word * first : columns.stop - in_word * first]
 
 
-def signed(values: np.ndarray) -> np.ndarray:
-    """Return bytes stored with 128 added as int8."""
-    return (values ^ np.uint8(128)).view(np.int8)
+def packed_integers(
+    shape: tuple[int, int],
+    group: int,
+    layout: Layout | None,
+    bits: int,
+    words: np.ndarray,
+    scales: ByGroup,
+    zeros: np.ndarray | None,
+    group_of: np.ndarray | None = None,
+    *,
+    zero_shift: int = 0,
+    order: list[int] | None = None,
+) -> IntegerTensor:
+    """Return the matrix [N, K] of integers that lie in 32-bit words, 32 / bits in each; 8 bits have 128 added.
+
+    Args:
+        words: [N, words of a row]; with `order`, [K, words of the outputs], as in `unpack_words`.
+        zeros: [groups, words of the outputs], the zero points less `zero_shift`; None for the middle of the range.
+        group, group_of: as in `IntegerTensor`.
+    """
+    zero_words, added = None if zeros is None else zeros.view(np.uint32), 0 if bits == 4 else 128
+
+    def unpack(rows: slice, columns: slice) -> np.ndarray:
+        if order is not None:
+            return unpack_words(words[columns].view(np.uint32), bits, rows, order).T
+        values = unpack_words(words[rows].view(np.uint32), bits, columns)
+        return values if bits == 4 else (values ^ np.uint8(128)).view(np.int8)
+
+    def unpack_zeros(rows: slice) -> np.ndarray:
+        assert zero_words is not None
+        return unpack_words(zero_words, bits, rows, order).T.astype(np.float32) + np.float32(zero_shift - added)
+
+    return IntegerTensor.whole(
+        shape,
+        group,
+        layout,
+        unpack,
+        scales,
+        zeros=None if zeros is None else unpack_zeros,
+        group_of=group_of,
+        middle=8 if bits == 4 else 0,
+    )
