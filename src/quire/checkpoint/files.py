@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ def unreadable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path}: {error.strerror or error} (expected a readable file)")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON file whose top level is an object; errors name line and column."""
+def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """Parse a JSON file whose top level is an object; errors name line and column. {} for no file, if `optional`."""
+    if optional and not os.path.lexists(path):
+        return {}
     return parse_json_object(_read(path), path, "file")
 
 
@@ -47,10 +50,19 @@ def read_json_list(path: Path) -> list[Any]:
     return _parse(_read(path), path, "file", list)
 
 
-def _read(path: Path) -> bytes:
+def read_text(path: Path, most: int) -> str:
+    """Return the text of a UTF-8 file of `most` bytes or fewer, lines ending in "\\n"."""
+    try:
+        text = _read(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 at byte {error.start}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     size = regular_file_size(path)
-    if size > MAX_JSON_BYTES:
-        raise ModelError(f"{path}: file too large (expected at most {MAX_JSON_BYTES} bytes, got {size})")
+    if size > most:
+        raise ModelError(f"{path}: file too large (expected at most {most} bytes, got {size})")
     try:
         return path.read_bytes()
     except OSError as error:

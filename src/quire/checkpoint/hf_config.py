@@ -297,11 +297,7 @@ def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if layer_types is None and window is None:
         return (None,) * num_layers
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise fields.error("layer_types", f"a list of num_hidden_layers, {num_layers}, names")
-    if any(layer_type not in known for layer_type in layer_types):
-        raise fields.error("layer_types", f"names among {', '.join(known)}")
+    layer_types = fields.names("layer_types", num_layers, ("full_attention", "sliding_attention"))
     if window is None and "sliding_attention" in layer_types:
         raise fields.error("sliding_window", "a window, with use_sliding_window, for the sliding_attention layers")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
@@ -345,7 +341,7 @@ def _dtype(fields: Fields) -> str:
 def _generation_fields(folder: Path) -> Fields:
     """generation_config.json, which a folder need not have."""
     path = folder / GENERATION_FILE
-    return Fields(read_json_object(path) if os.path.lexists(path) else {}, path)
+    return Fields(read_json_object(path, optional=True), path)
 
 
 def _single_id(key: str, generation: Fields, config: Fields, vocab_size: int) -> int | None:

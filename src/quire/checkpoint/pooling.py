@@ -8,7 +8,6 @@ here: `worker.pooler` pools, `models.pooling` has the layers.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -243,9 +242,7 @@ def _dense(fields: Fields, folder: str) -> PoolingDense:
 def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str | None]:
     """Return texts to put before a text, by name, and the name of the one that is used without asking."""
     path = folder / PROMPTS_FILE
-    if not os.path.lexists(path):
-        return {}, None
-    fields = Fields(read_json_object(path), path)
+    fields = Fields(read_json_object(path, optional=True), path)
     inner = fields.inner("prompts")
     prompts = {} if inner is None else {name: inner.text(name, "") for name in inner.values}
     default = fields.text("default_prompt_name", None)
@@ -295,9 +292,9 @@ def _token_id(folder: Path, text: str) -> int | None:
                 return int(item["id"])
     else:
         path = folder / "vocab.json"
-        vocab = read_json_object(path) if os.path.lexists(path) else None
+        vocab = read_json_object(path, optional=True)
     if isinstance(vocab, list):  # of unigram models: pairs of a text and its log-probability
         places = [index for index, item in enumerate(vocab) if isinstance(item, list) and item and item[0] == text]
         return places[0] if places else None
     index = vocab.get(text) if isinstance(vocab, dict) else None
-    return index if isinstance(index, int) and math.isfinite(index) else None
+    return index if isinstance(index, int) else None

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.files import read_json_object, regular_file_size, unreadable
+from quire.checkpoint.files import read_json_object, read_text, regular_file_size
 from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError
-from quire.tokenizer.gguf import read_gguf_tokenizer
+from quire.tokenizer.gguf import MAX_TEMPLATE_BYTES, build, read_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 VOCAB_FILE = "vocab.json"
@@ -32,14 +30,12 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON_FILE = "chat_template.json"
-MAX_TEMPLATE_BYTES = 2**20
 TOOL_TEMPLATE = "tool_use"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
+class TokenizerFiles(NamedTuple):
     """What the files of a folder hold; see `Tokenizer` for the fields."""
 
     backend: tokenizers.Tokenizer
@@ -55,8 +51,8 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     """
     if is_gguf(folder):
         return TokenizerFiles(*read_gguf_tokenizer(folder))
-    config = _optional_json(folder / CONFIG_FILE)
-    special = _special_tokens(_optional_json(folder / SPECIAL_FILE), config)
+    config = read_json_object(folder / CONFIG_FILE, optional=True)
+    special = _special_tokens(read_json_object(folder / SPECIAL_FILE, optional=True), config)
     if os.path.lexists(folder / TOKENIZER_FILE):
         backend = _load(folder / TOKENIZER_FILE)
     elif os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
@@ -76,40 +72,9 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(backend, special, *_chat_templates(folder, config))
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if os.path.lexists(path) else {}
-
-
-def _read_text(path: Path, most: int) -> str:
-    size = regular_file_size(path)
-    if size > most:
-        raise ModelError(f"{path}: file too large (expected at most {most} bytes, got {size})")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
 def _load(path: Path) -> tokenizers.Tokenizer:
     regular_file_size(path)
-    return _build(lambda: tokenizers.Tokenizer.from_file(str(path)), f"{path}: not a tokenizer this version can read")
-
-
-def _build(make: Callable[[], tokenizers.Tokenizer], complaint: str) -> tokenizers.Tokenizer:
-    """Call into the library; whatever it raises becomes a `ModelError`."""
-    try:
-        return make()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # it raises plain Exception, and its panics are not even that
-        raise ModelError(f"{complaint} ({_first_line(error)})") from None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    return build(lambda: tokenizers.Tokenizer.from_file(str(path)), f"{path}: not a tokenizer this version can read")
 
 
 def _special_tokens(special_map: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
@@ -137,14 +102,14 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str
     vocab = read_json_object(folder / VOCAB_FILE)
     merges_path = folder / MERGES_FILE
     merges = []
-    for number, line in enumerate(_read_text(merges_path, 2**28).split("\n"), 1):
+    for number, line in enumerate(read_text(merges_path, 2**28).split("\n"), 1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         pair = line.split()
         if len(pair) != 2:
             raise ModelError(f"{merges_path}: line {number} is not a pair of tokens")
         merges.append((pair[0], pair[1]))
-    backend = _build(
+    backend = build(
         lambda: tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges)),
         f"{folder}: {VOCAB_FILE} and {MERGES_FILE} do not fit",
     )
@@ -166,10 +131,10 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str
 def _word_pieces(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Build what BERT uses from its list of pieces (Devlin et al. 2019, section 3)."""
     path = folder / WORDS_FILE
-    vocab = {text: index for index, text in enumerate(_read_text(path, 2**28).rstrip("\n").split("\n"))}
+    vocab = {text: index for index, text in enumerate(read_text(path, 2**28).rstrip("\n").split("\n"))}
     if not vocab.keys() >= {"[UNK]", "[CLS]", "[SEP]"}:
         raise ModelError(f"{path}: no list of BERT's word pieces (expected [UNK], [CLS] and [SEP] among them)")
-    backend = _build(
+    backend = build(
         lambda: tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)),
         f"{path}: not a list of word pieces",
     )
@@ -195,11 +160,11 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
     """Return the template, and the one for conversations with tools if it is another."""
     for_tools = None
     if os.path.lexists(folder / TOOL_TEMPLATE_FILE):
-        for_tools = _read_text(folder / TOOL_TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
+        for_tools = read_text(folder / TOOL_TEMPLATE_FILE, MAX_TEMPLATE_BYTES)
     if os.path.lexists(folder / TEMPLATE_FILE):
-        return _read_text(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES), for_tools
+        return read_text(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES), for_tools
     for path, source in (
-        (folder / TEMPLATE_JSON_FILE, _optional_json(folder / TEMPLATE_JSON_FILE)),
+        (folder / TEMPLATE_JSON_FILE, read_json_object(folder / TEMPLATE_JSON_FILE, optional=True)),
         (folder / CONFIG_FILE, config),
     ):
         template = source.get("chat_template")
@@ -218,4 +183,4 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
 
 def read_chat_template(path: Path) -> str:
     """Read a template from a file of its own, as `--chat-template` names it."""
-    return _read_text(path, MAX_TEMPLATE_BYTES)
+    return read_text(path, MAX_TEMPLATE_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -26,6 +26,7 @@ PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
 MAX_TEMPLATE_BYTES = 2**20
+Built = TypeVar("Built")
 _NAMES = {
     "bos": "bos_token",
     "eos": "eos_token",
@@ -152,6 +153,13 @@ class _Vocabulary:
         """Return the tokens of a type."""
         return [self.texts[index] for index in np.flatnonzero(self.types == kind)]
 
+    def backend(self, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+        """Return a BPE tokenizer of these tokens; `options` are those of `models.BPE`."""
+        return build(
+            lambda: tokenizers.Tokenizer(models.BPE(self.ids, merges, **options)),
+            f"{self.fields.path}: {PREFIX}tokens and merges do not fit",
+        )
+
     def add_tokens(self, backend: tokenizers.Tokenizer) -> None:
         """Mark the tokens that are cut out of texts before anything else: control tokens, and what users defined."""
         plain = [AddedToken(text, special=False, normalized=False) for text in self.of_type(USER_DEFINED) if text]
@@ -199,8 +207,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise ModelError(
             f"{fields.path}: {PREFIX}pre is {echo(name)} (supported: {known}; --tokenizer names another tokenizer)"
         )
-    model = _make(vocabulary, lambda: models.BPE(vocabulary.ids, merges, ignore_merges=name in WHOLE_WORDS))
-    backend = tokenizers.Tokenizer(model)
+    backend = vocabulary.backend(merges, ignore_merges=name in WHOLE_WORDS)
     if name in NFC:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = PRE_TOKENIZERS[name]()
@@ -217,12 +224,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
     has_bytes = bool((vocabulary.types == BYTE).any())
     merges = _merges(vocabulary, scores)
-    backend = tokenizers.Tokenizer(
-        _make(
-            vocabulary,
-            lambda: models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes),
-        )
-    )
+    backend = vocabulary.backend(merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     prefix = fields.flag(f"{PREFIX}add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
@@ -244,13 +246,13 @@ def _merges(vocabulary: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]
     return [(texts[index][:-at], texts[index][-at:]) for _, at, index in found]
 
 
-def _make(vocabulary: _Vocabulary, build: Callable[[], models.BPE]) -> models.BPE:
-    """Call into the library; whatever it raises becomes a `ModelError`."""
+def build(make: Callable[[], Built], problem: str) -> Built:
+    """Call into the library; whatever it raises becomes a `ModelError` that begins with `problem`."""
     try:
-        return build()
+        return make()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # it raises plain Exception, and its panics are not even that
         lines = str(error).strip().splitlines()
         reason = lines[0][:200] if lines else type(error).__name__
-        raise ModelError(f"{vocabulary.fields.path}: {PREFIX}tokens and merges do not fit ({reason})") from None
+        raise ModelError(f"{problem} ({reason})") from None

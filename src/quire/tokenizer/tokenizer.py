@@ -36,7 +36,6 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
         tool_template: str | None = None,
@@ -60,13 +59,7 @@ class Tokenizer:
         Raises:
             ModelError: there are no such files (the message lists them), or one of them is malformed.
         """
-        files = read_tokenizer_folder(path)
-        return cls(
-            files.backend,
-            special_tokens=files.special_tokens,
-            chat_template=files.chat_template,
-            tool_template=files.tool_template,
-        )
+        return cls(*read_tokenizer_folder(path))
 
     def _mark_special(self, texts: Iterable[str]) -> None:
         """Make sure that the tokens the side files name are special; tokens outside the vocabulary are left alone."""

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from quire.demo.tasks import CAPABILITY_TASKS, Case, held_back_cases, score
 from quire.train.model import Llama
-from quire.train.tokenizer import BOS, END, prompt_text, token_id
+from quire.train.tokenizer import END, prompt_text, token_id
 
 PASSAGES_FILE = "test_passages.jsonl.gz"
 
@@ -118,21 +118,3 @@ def task_scores(model: Llama, tokenizer: Tokenizer, limit: int | None = None) ->
             right, _ = score_cases(model, tokenizer, cases, history)
             scores[label] = {"cases": len(cases), "right": right, "accuracy": round(right / len(cases), 4)}
     return scores
-
-
-@torch.inference_mode()
-def sample_text(model: Llama, tokenizer: Tokenizer, prompt: str, max_new: int, seed: int = 0) -> str:
-    """Continue `prompt` by sampling at temperature 0.8; returns only the continuation."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt_ids = tokenizer.encode(prompt).ids
-    bos = token_id(tokenizer, BOS)
-    ids = list(prompt_ids)
-    for _ in range(max_new):
-        window = torch.tensor([ids[-model.config.max_position_embeddings :]])
-        probabilities = torch.softmax(model(window)[0, -1].float() / 0.8, dim=-1)
-        token = int(torch.multinomial(probabilities, 1, generator=generator))
-        if token == bos:
-            break
-        ids.append(token)
-    continuation: str = tokenizer.decode(ids[len(prompt_ids) :])
-    return continuation

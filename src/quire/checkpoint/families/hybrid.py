@@ -17,19 +17,15 @@ def _linear_layers(fields: Fields) -> dict[str, Any]:
     if types is None:
         period = fields.integer("full_attention_interval", 4, low=1)
         types = [LINEAR if (layer + 1) % period else FULL for layer in range(layers)]
-    check_types(Fields({**fields.values, "layer_types": types}, fields.path), layers, (FULL, LINEAR))
+    _check_types(fields, types, layers, (FULL, LINEAR))
     inner = fields.values.get("intermediate_size", fields.values.get("moe_intermediate_size"))
     return {"layer_types": types, "intermediate_size": inner}
 
 
-def check_types(fields: Fields, layers: int, known: tuple[str, str]) -> None:
-    """Raise `ModelError` unless each layer has a known type, and one at least the first of these, that of attention."""
-    types = fields.values["layer_types"]
-    if not isinstance(types, list) or len(types) != layers:
-        raise fields.error("layer_types", f"a list of num_hidden_layers, {layers}, names")
-    if any(layer_type not in known for layer_type in types):
-        raise fields.error("layer_types", f"names among {', '.join(known)}")
-    if known[0] not in types:
+def _check_types(fields: Fields, types: Any, layers: int, known: tuple[str, str]) -> None:
+    """Raise `ModelError` unless each layer has a known type, and at least one the first of these, that of attention."""
+    fields = Fields({**fields.values, "layer_types": types}, fields.path)
+    if known[0] not in fields.names("layer_types", layers, known):
         raise fields.error("layer_types", f"at least one {known[0]}")
 
 
@@ -43,7 +39,7 @@ def _lfm2(fields: Fields) -> dict[str, Any]:
         if not isinstance(attending, list):
             raise fields.error("full_attn_idxs", "a list of layers")
         types = [FULL if layer in attending else CONV for layer in range(layers)]
-    check_types(Fields({**fields.values, "layer_types": types}, fields.path), layers, (FULL, CONV))
+    _check_types(fields, types, layers, (FULL, CONV))
     inner = fields.integer("block_ff_dim", None, low=1) or fields.integer("intermediate_size", low=1)
     if fields.flag("block_auto_adjust_ff_dim", True):
         unit = fields.integer("block_multiple_of", 256, low=1)
