@@ -34,8 +34,8 @@ def check(folder: Path, overrides: dict[str, Any] | None = None, **options: Any)
 
 def test_a_model_agrees(folder: Path) -> None:
     report = check(folder)
-    assert report.agrees and report.logits < 1e-5 and report.pieces < 1e-5
-    assert report.greedy_same == report.greedy_tokens == 6
+    assert report.agrees and report.logits < 1e-5 and report.chunked < 1e-5
+    assert report.greedy_matches == report.greedy_tokens == 6
     assert report.layers == [] and report.first is None
 
 
@@ -107,5 +107,5 @@ def test_models_that_make_vectors_and_scores(architecture: str, shape: dict[str,
     config = EngineConfig.from_kwargs(model=str(folder), dtype="float32", device="reference")
     info = load_info(config)
     report = verify(resolve_config(config, info), info, None, length=12, all_layers=True)
-    assert report.agrees and report.vectors and report.logits < 1e-5 and report.scores < 1e-5
+    assert report.agrees and report.compares_hidden and report.logits < 1e-5 and report.scores < 1e-5
     assert len(report.layers) == info.num_hidden_layers and report.first is None

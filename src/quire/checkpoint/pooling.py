@@ -7,10 +7,9 @@ here: `worker.pooler` pools, `models.pooling` has the layers.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,6 @@ PROBLEM_ACTIVATIONS = {
 }
 
 
-@dataclass(slots=True)
-class _Modules:
-    """What modules.json says, one after the other."""
-
-    kinds: tuple[str, ...] | None = None
-    normalize: bool = False
-    dense: list[PoolingDense] = field(default_factory=list)
-    logit_score: LogitScore | None = None
-
-
 def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") -> ModelInfo:
     """Return `info` with `pooling` set if the model is to make vectors or scores.
 
@@ -67,7 +56,9 @@ def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") ->
     if runner == "generate" and convert in ("embed", "classify"):
         raise ConfigError(f"convert {convert} contradicts runner generate", param="convert")
     modules = _read_modules(info)
-    if runner == "generate" or (made_for is None and runner == "auto" and convert in ("auto", "none") and not modules):
+    if runner == "generate" or (
+        made_for is None and runner == "auto" and convert in ("auto", "none") and modules is None
+    ):
         return info
     if made_for is not None and convert in ("embed", "classify") and convert != made_for:
         raise ConfigError(f"convert is {convert!r}, but {info.architecture} is made to {made_for}", param="convert")
@@ -76,38 +67,27 @@ def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") ->
             f"convert is 'none', but {info.architecture} generates text: runner pooling needs embed or classify",
             param="convert",
         )
-    scored = modules is not None and modules.logit_score is not None
-    task = made_for or (convert if convert != "auto" else "classify" if scored else "embed")
-    spec = _classifier(info, modules) if task == "classify" else _embedder(info, modules)
-    longest = _longest_text(info)
-    return dataclasses.replace(
-        info,
-        pooling=spec,
-        max_model_len=info.max_model_len if longest is None else min(longest, info.max_model_len),
-    )
-
-
-def _embedder(info: ModelInfo, modules: _Modules | None) -> PoolingSpec:
-    """Return what makes vectors: by the folder's files, without them as is usual for the architecture."""
+    task = made_for or (convert if convert != "auto" else "embed" if modules is None else modules.task)
     prompts, default_prompt = _read_prompts(info.path)
+    spec = _classifier(info, modules) if task == "classify" else _embedder(info, modules)
+    if modules is not None or task == "classify":
+        spec = replace(spec, prompts=prompts, default_prompt=default_prompt)
+    longest = _longest_text(info)
+    max_model_len = info.max_model_len if longest is None else min(longest, info.max_model_len)
+    return replace(info, pooling=spec, max_model_len=max_model_len)
+
+
+def _embedder(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
+    """Return how vectors are made: as the folder's files say, or without them, as is usual for the architecture."""
     if modules is None:
         return PoolingSpec(task="embed", kinds=("lasttoken" if info.causal else "cls",), normalize=True)
-    kinds = modules.kinds or ("mean",)
-    dimensions = modules.dense[-1].out_features if modules.dense else len(kinds) * info.hidden_size
-    sizes = info.raw.get("matryoshka_dimensions")
+    spec = replace(modules, task="embed", kinds=modules.kinds or ("mean",), logit_score=None)
+    dimensions, sizes = spec.dimensions(info.hidden_size), info.raw.get("matryoshka_dimensions")
     known = isinstance(sizes, list) and all(isinstance(size, int) and 0 < size <= dimensions for size in sizes)
-    return PoolingSpec(
-        task="embed",
-        kinds=kinds,
-        normalize=modules.normalize,
-        dense=tuple(modules.dense),
-        prompts=prompts,
-        default_prompt=default_prompt,
-        matryoshka=tuple(sizes) if sizes and known else (),
-    )
+    return replace(spec, matryoshka=tuple(sizes) if sizes and known else ())
 
 
-def _classifier(info: ModelInfo, modules: _Modules | None) -> PoolingSpec:
+def _classifier(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
     """Return what scores classes, or, of a model that generates, how likely it says yes."""
     fields = info.fields
     labels = _labels(fields)
@@ -122,16 +102,8 @@ def _classifier(info: ModelInfo, modules: _Modules | None) -> PoolingSpec:
         score = _logit_score(info, YES_NO if words is None else words)
     if score is not None:
         labels = labels[:1]
-    prompts, default_prompt = _read_prompts(info.path)
-    return PoolingSpec(
-        task="classify",
-        kinds=(kind,),
-        labels=labels,
-        activation=_score_activation(fields, len(labels)),
-        logit_score=score,
-        prompts=prompts,
-        default_prompt=default_prompt,
-    )
+    activation = _score_activation(fields, len(labels))
+    return PoolingSpec(task="classify", kinds=(kind,), labels=labels, activation=activation, logit_score=score)
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
@@ -170,12 +142,12 @@ def _activation(name: Any, fields: Fields, key: str) -> str:
 # ---- files ----
 
 
-def _read_modules(info: ModelInfo) -> _Modules | None:
-    """Read modules.json and the folders it names; None where there is no such file."""
+def _read_modules(info: ModelInfo) -> PoolingSpec | None:
+    """Read modules.json and the folders it names; None where there is no such file. No kinds: it names none."""
     path = info.path / MODULES_FILE
     if not os.path.lexists(path):
         return None
-    found = _Modules()
+    found = PoolingSpec(task="embed", kinds=())
     for number, entry in enumerate(read_json_list(path)):
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
             raise ModelError(f"{path}: entry {number} is {echo(entry)} (expected an object with a type)")
@@ -183,7 +155,7 @@ def _read_modules(info: ModelInfo) -> _Modules | None:
         if kind in ("Transformer", "Dropout"):
             continue
         if kind == "Normalize":
-            found.normalize = True
+            found = replace(found, normalize=True)
             continue
         folder = str(entry.get("path", ""))
         if kind not in ("Pooling", "Dense", "LogitScore"):
@@ -198,14 +170,16 @@ def _read_modules(info: ModelInfo) -> _Modules | None:
             raise ModelError(f"{where}: is missing (expected by {MODULES_FILE})")
         fields = Fields(read_json_object(where), where)
         if kind == "Pooling":
-            found.kinds = _pooling_kinds(fields, info)
+            found = replace(found, kinds=_pooling_kinds(fields, info))
         elif kind == "Dense":
-            found.dense.append(_dense(fields, folder))
+            found = replace(found, dense=(*found.dense, _dense(fields, folder)))
         else:
-            found.logit_score = LogitScore(
-                fields.integer("true_token_id", high=info.vocab_size - 1),
-                fields.integer("false_token_id", None, high=info.vocab_size - 1),
+            last = info.vocab_size - 1
+            true_id, false_id = (
+                fields.integer("true_token_id", high=last),
+                fields.integer("false_token_id", None, high=last),
             )
+            found = replace(found, task="classify", logit_score=LogitScore(true_id, false_id))
     return found
 
 

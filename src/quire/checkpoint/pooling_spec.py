@@ -64,11 +64,6 @@ class PoolingSpec:
             return ("embed",) if self.dense else ("embed", "token_embed")
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)
 
-    @property
-    def sums_tokens(self) -> bool:
-        """Whether every token of a text counts."""
-        return not set(self.kinds) <= {"cls", "lasttoken"}
-
     def dimensions(self, hidden_size: int) -> int:
         """Return how many numbers a vector has."""
         return self.dense[-1].out_features if self.dense else len(self.kinds) * hidden_size

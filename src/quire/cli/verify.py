@@ -78,15 +78,15 @@ def lines_of(architecture: str, report: Report) -> list[str]:
     """Return the report as lines of text."""
     own = "" if report.reads_files else "; it was given the weights as this package reads them"
     lines = [f"{architecture} in {report.dtype} against transformers' {report.oracle} in float32{own}"]
-    what = "hidden states" if report.vectors else "logits"
+    what = "hidden states" if report.compares_hidden else "logits"
     lines.append(_line(f"{what} of {report.num_prompts} prompts", _error(report.logits, report.tolerance)))
-    lines.append(_line("the same, computed in pieces", _error(report.pieces, report.tolerance)))
-    if report.vectors:
+    lines.append(_line("the same, computed in pieces", _error(report.chunked, report.tolerance)))
+    if report.compares_hidden:
         lines.append(_line("scores of classes", _error(report.scores, report.tolerance)))
         return lines + _verdict(report)
-    greedy = f"{report.greedy_same} of {report.greedy_tokens} choices are the same"
-    if report.greedy_same < report.greedy_tokens:
-        greedy += f"; the others differ by {report.closest:.1e} at most"
+    greedy = f"{report.greedy_matches} of {report.greedy_tokens} choices are the same"
+    if report.greedy_matches < report.greedy_tokens:
+        greedy += f"; the others differ by {report.largest_margin:.1e} at most"
     lines.append(_line("greedy texts", greedy))
     return lines + _verdict(report)
 

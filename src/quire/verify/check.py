@@ -17,8 +17,8 @@ from quire.config import EngineConfig
 from quire.errors import ModelError
 from quire.kernels.gpu.probe import check_gpu
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.verify.driver import ModelDriver
 from quire.verify.oracle import LayerTrace, Oracle
-from quire.verify.subject import Subject
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 QUANTIZED_TOLERANCE = 0.25
@@ -44,7 +44,7 @@ class LayerErrors:
     output: float
 
     def worst(self) -> float:
-        """The largest."""
+        """Return the largest of the errors that a reader would look at."""
         return max(self.values, self.scores, self.output)
 
 
@@ -53,10 +53,12 @@ class Report:
     """The result of a comparison.
 
     Attributes:
-        logits, pieces: largest relative errors of prompts computed whole, and in chunks beside another sequence; of
-            hidden states for embedding models. scores: of the logits of classes.
-        greedy_same, greedy_tokens: how many tokens of our greedy texts transformers would have chosen, and of how many.
-        closest: the largest margin, relative to the largest logit, of transformers' choice over a different one.
+        oracle: class of transformers' model. reads_files: whether it read the weights by itself.
+        logits, chunked: largest relative errors of prompts computed whole, and in chunks beside another sequence; those
+            of hidden states if `compares_hidden`, for embedding models. scores: of the logits of classes.
+        greedy_matches: how many of the `greedy_tokens` of our greedy texts transformers would have chosen as well.
+        largest_margin: where transformers would have chosen another token, how much larger its logit is, relative to
+            the largest logit; the largest of all these.
         layers: errors by layer, if they were compared. first: a description of the first layer that differs.
     """
 
@@ -67,19 +69,19 @@ class Report:
     num_prompts: int = 0
     num_tokens: int = 0
     logits: float = 0.0
-    pieces: float = 0.0
+    chunked: float = 0.0
     scores: float = 0.0
-    vectors: bool = False
-    greedy_same: int = 0
+    compares_hidden: bool = False
+    greedy_matches: int = 0
     greedy_tokens: int = 0
-    closest: float = 0.0
+    largest_margin: float = 0.0
     layers: list[LayerErrors] = field(default_factory=list)
     first: str | None = None
 
     @property
     def agrees(self) -> bool:
         """Whether logits are within the tolerance, and every greedy choice that is clearer than it is the same."""
-        return max(self.logits, self.pieces, self.scores, self.closest) <= self.tolerance
+        return max(self.logits, self.chunked, self.scores, self.largest_margin) <= self.tolerance
 
 
 def prompts_of(info: ModelInfo, tokenizer: Tokenizer | None, length: int, seed: int) -> list[list[int]]:
@@ -122,7 +124,7 @@ def verify(
     prompts = prompts_of(info, tokenizer, length, config.model.seed)
     oracle = Oracle(info, config.model.load_format, config.model.hf_overrides)
     longest = max(map(len, prompts)) + (num_tokens if info.pooling is None else 0)
-    subject = Subject(config, info, length=min(longest, info.longest_model_len))
+    driver = ModelDriver(config, info, length=min(longest, info.longest_model_len))
     if tolerance is None:
         quantized = config.model.quantization is not None
         tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCES[config.model.dtype]
@@ -130,71 +132,71 @@ def verify(
     try:
         for prompt in prompts:
             if info.pooling is None:
-                _compare_prompt(report, oracle, subject, prompt, num_tokens)
+                _compare_prompt(report, oracle, driver, prompt, num_tokens)
             else:
-                _compare_text(report, oracle, subject, prompt, info.causal)
+                _compare_text(report, oracle, driver, prompt, info.causal)
         if all_layers or not report.agrees:
-            report.layers = layer_errors(_trace(config, info, subject, prompts[0]), oracle.trace(prompts[0]))
+            report.layers = layer_errors(_trace(config, info, driver, prompts[0]), oracle.trace(prompts[0]))
             report.first = first_difference(report.layers, tolerance)
     finally:
-        subject.close()
+        driver.close()
     return report
 
 
-def _trace(config: EngineConfig, info: ModelInfo, subject: Subject, prompt: list[int]) -> list[LayerTrace]:
+def _trace(config: EngineConfig, info: ModelInfo, driver: ModelDriver, prompt: list[int]) -> list[LayerTrace]:
     """Return the inputs and outputs of attention layers; latent attention runs with materialized keys and values."""
-    found = subject.trace(prompt)
+    found = driver.trace(prompt)
     if found or not config.cache.latent_cache:
         return found
-    plain = Subject(config.replace(latent_cache=False), info, length=len(prompt))
+    plain = ModelDriver(config.replace(latent_cache=False), info, length=len(prompt))
     try:
         return plain.trace(prompt)
     finally:
         plain.close()
 
 
-def _compare_prompt(report: Report, oracle: Oracle, subject: Subject, prompt: list[int], num_tokens: int) -> None:
+def _compare_prompt(report: Report, oracle: Oracle, driver: ModelDriver, prompt: list[int], num_tokens: int) -> None:
     expected = oracle.logits(prompt)
-    logits = subject.feed("whole", prompt)
+    logits = driver.forward("whole", prompt)
     report.logits = max(report.logits, relative_error(logits, expected))
-    report.pieces = max(report.pieces, relative_error(_in_chunks(subject, prompt), expected))
+    report.chunked = max(report.chunked, relative_error(_in_chunks(driver, prompt), expected))
     text = [int(logits[-1].argmax())]
     while len(text) < num_tokens:
-        text.append(int(subject.feed("whole", text[-1:])[-1].argmax()))
-    subject.drop("whole")
+        text.append(int(driver.forward("whole", text[-1:])[-1].argmax()))
+    driver.finish("whole")
     report.num_tokens += len(prompt) + len(text)
     # If the oracle, given our text, would choose each of its tokens next, then its own greedy text is the same.
     theirs = oracle.logits(prompt + text)[len(prompt) - 1 : -1]
     chosen = theirs[np.arange(len(text)), text]
     report.greedy_tokens += len(text)
-    report.greedy_same += int((theirs.argmax(axis=1) == text).sum())
+    report.greedy_matches += int((theirs.argmax(axis=1) == text).sum())
     margin = (theirs.max(axis=1) - chosen).max() / max(float(np.abs(theirs).max()), 1e-30)
-    report.closest = max(report.closest, float(margin))
+    report.largest_margin = max(report.largest_margin, float(margin))
 
 
-def _compare_text(report: Report, oracle: Oracle, subject: Subject, text: list[int], causal: bool) -> None:
-    report.vectors = True
-    expected, hidden = oracle.logits(text), subject.feed("whole", text)
-    subject.drop("whole")
+def _compare_text(report: Report, oracle: Oracle, driver: ModelDriver, text: list[int], causal: bool) -> None:
+    report.compares_hidden = True
+    expected, hidden = oracle.logits(text), driver.forward("whole", text)
+    driver.finish("whole")
     report.logits = max(report.logits, relative_error(hidden, expected))
     if causal:
-        report.pieces = max(report.pieces, relative_error(_in_chunks(subject, text), expected))
+        report.chunked = max(report.chunked, relative_error(_in_chunks(driver, text), expected))
     scores = oracle.scores(text)
     if scores is not None:
-        report.scores = max(report.scores, relative_error(subject.scores(hidden), scores))
+        report.scores = max(report.scores, relative_error(driver.scores(hidden), scores))
     report.num_tokens += len(text)
 
 
-def _in_chunks(subject: Subject, prompt: list[int]) -> np.ndarray:
+def _in_chunks(driver: ModelDriver, prompt: list[int]) -> np.ndarray:
     """Return the logits of a prompt that is computed in chunks, whose blocks are not contiguous."""
     found, start, number = [], 0, 0
     while start < len(prompt):
         stop = start + CHUNKS[number % len(CHUNKS)]
-        found.append(subject.feed("pieces", prompt[start:stop]))
-        subject.feed("beside", prompt[start:stop][:1])
+        found.append(driver.forward("chunked", prompt[start:stop]))
+        driver.forward("beside", prompt[start:stop][:1])
         start, number = stop, number + 1
-    subject.drop("pieces")
-    subject.drop("beside")
+    driver.finish("chunked")
+    driver.finish("beside")
     return np.concatenate(found)
 
 
@@ -267,11 +269,15 @@ def as_json(report: Report) -> dict[str, Any]:
         "dtype": report.dtype,
         "tolerance": report.tolerance,
         "weights_read_by_oracle": report.reads_files,
-        "compared": "hidden states" if report.vectors else "logits",
+        "compared": "hidden states" if report.compares_hidden else "logits",
         "logits_error": report.logits,
         "scores_error": report.scores,
-        "pieces_error": report.pieces,
-        "greedy": {"same": report.greedy_same, "tokens": report.greedy_tokens, "largest_lead": report.closest},
+        "pieces_error": report.chunked,
+        "greedy": {
+            "same": report.greedy_matches,
+            "tokens": report.greedy_tokens,
+            "largest_lead": report.largest_margin,
+        },
         "first_difference": report.first,
         "layers": [
             {"layer": at.layer, "values": at.values, "scores": at.scores, "output": at.output} for at in report.layers

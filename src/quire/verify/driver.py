@@ -1,4 +1,4 @@
-"""`Subject`: our model on its backend and a paged cache, fed by hand; traces of its attention layers."""
+"""`ModelDriver`: our model on its backend and a paged cache, run step by step; traces of its attention layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGIT_ROWS = 128  # computed at a time
 PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-class Subject:
+class ModelDriver:
     """A model that serves up to `num_sequences` sequences of up to `length` tokens."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, *, length: int, num_sequences: int = 4) -> None:
@@ -37,7 +37,7 @@ class Subject:
             device.simd_level,
             batch_invariant=device.batch_invariant,
         )
-        self.backend = _Tracer(backend)
+        self.backend = _TracingBackend(backend)
         self.model = load_model(
             info,
             cast(Backend, self.backend),
@@ -66,7 +66,7 @@ class Subject:
         self._lengths: dict[str, int] = {}
         self._finished: list[str] = []
 
-    def feed(self, name: str, tokens: list[int]) -> np.ndarray:
+    def forward(self, name: str, tokens: list[int]) -> np.ndarray:
         """Append tokens to a sequence, compute them in one step, and return the logits after each, float32 [n, V].
 
         Of an embedding model, their hidden states [n, H].
@@ -100,7 +100,7 @@ class Subject:
         rows = self.model.project(self.backend.from_numpy(pooled[self.model.spec.kinds[0]]))
         return np.array(self.backend.to_numpy(rows))[0]
 
-    def drop(self, name: str) -> None:
+    def finish(self, name: str) -> None:
         """End a sequence and free its blocks."""
         for table in self._tables.pop(name):
             self._free += table
@@ -109,11 +109,11 @@ class Subject:
 
     def trace(self, tokens: list[int]) -> list[LayerTrace]:
         """Return the traces of the attention layers that cache keys and values, for a new sequence."""
-        self.backend.seen = []
-        self.feed("traced", tokens)
-        self.drop("traced")
-        seen, self.backend.seen = self.backend.seen, None
-        return seen
+        self.backend.traces = []
+        self.forward("traced", tokens)
+        self.finish("traced")
+        traces, self.backend.traces = self.backend.traces, None
+        return traces
 
     def close(self) -> None:
         """Free the runner's resources."""
@@ -130,12 +130,12 @@ class Subject:
         return added
 
 
-class _Tracer:
-    """A backend that traces attention layers while `seen` is a list; steps are not recorded as programs then."""
+class _TracingBackend:
+    """A backend that traces attention layers while `traces` is a list; steps are not recorded as programs then."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.seen: list[LayerTrace] | None = None
+        self.traces: list[LayerTrace] | None = None
         self._written: tuple[np.ndarray, np.ndarray] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -145,18 +145,18 @@ class _Tracer:
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         """See `Backend`; not recorded while tracing."""
-        return self._unless_seen(build, self._backend.graph)
+        return self._unless_tracing(build, self._backend.graph)
 
     def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
         """See `Backend`; not recorded while tracing."""
-        return self._unless_seen(build, self._backend.graph_pieces)
+        return self._unless_tracing(build, self._backend.graph_pieces)
 
-    def _unless_seen(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
+    def _unless_tracing(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
         recorded: Callable[..., Arrays] | None = None
 
         def run(*metadata: AttentionMetadata) -> Arrays:
             nonlocal recorded
-            if self.seen is not None:
+            if self.traces is not None:
                 return build(*metadata)
             recorded = recorded or record(build)
             return recorded(*metadata)
@@ -165,7 +165,7 @@ class _Tracer:
 
     def write_kv(self, k: Array, v: Array, cache: KVCache, slot_mapping: Array) -> None:
         """See `Backend`; keeps keys and values for the trace."""
-        if self.seen is not None:
+        if self.traces is not None:
             self._written = self._copy(k), self._copy(v)
         self._backend.write_kv(k, v, cache, slot_mapping)
 
@@ -178,12 +178,12 @@ class _Tracer:
         fresh: tuple[Array, Array] | None = None,
     ) -> Array:
         """See `Backend`; adds a trace."""
-        queries = self._copy(q) if self.seen is not None else None
+        queries = self._copy(q) if self.traces is not None else None
         output = self._backend.paged_attention(q, cache, metadata, params, fresh)
-        if queries is not None and self.seen is not None and self._written is not None:
+        if queries is not None and self.traces is not None and self._written is not None:
             keys, values = (x.reshape(len(x), params.num_kv_heads, -1) for x in self._written)
             queries, out = (x.reshape(len(x), params.num_heads, -1) for x in (queries, self._copy(output)))
-            self.seen.append(LayerTrace(queries * params.scale, keys, values, out))
+            self.traces.append(LayerTrace(queries * params.scale, keys, values, out))
         return output
 
     def _copy(self, array: Array) -> np.ndarray:
