@@ -113,7 +113,7 @@ class FakeAsyncLLM:
 
     @property
     def front_model(self) -> SimpleNamespace:
-        return SimpleNamespace(info=SimpleNamespace(sampling_defaults=self.recommended), use_sampling_defaults=True)
+        return SimpleNamespace(sampling_defaults=self.recommended)
 
     async def start(self) -> None:
         if self.fail_start is not None:

@@ -12,21 +12,20 @@ import pytest
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest
-from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.pooling import pooled_output
 from quire.pooling_params import PoolingParams
 from quire.step import PooledData, SchedulerStats, SequenceOutput
 from tests.helpers.faults import engine_pid
 from tests.helpers.pooling_checkpoints import ENCODER, add_modules, add_tokenizer, write_model
-from tests.helpers.requests import engine_requests
+from tests.helpers.requests import engine_requests, input_processor
 from tests.helpers.server import serve
 
 SPEC = PoolingSpec(task="embed", kinds=("mean",), normalize=True)
 
 
 def test_what_another_engine_is_told_is_the_same_request() -> None:
-    processor = InputProcessor(None, vocab_size=100, max_model_len=64, pooling=SPEC, vector_size=4)
+    processor = input_processor(None, vocab_size=100, pooling=SPEC)
     params = PoolingParams(dimensions=2)
     adds = engine_requests(processor, [5, 6, 7], params, "a", arrival_time=0.0)
     outputs = OutputProcessor(None)

@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import ContextLengthError, ModelError, RequestError
 from quire.frontend.chat import ChatTemplate, ControlTokenFinder
-from quire.frontend.input_processor import InputProcessor
+from quire.frontend.context_limit import ContextLimit
 from tests.frontend.test_chat_families import oracle_of, template_of
 from tests.helpers.errors import refused
 
@@ -127,10 +127,10 @@ def test_rendering_does_not_change_the_messages() -> None:
 
 def test_a_conversation_that_does_not_fit_names_messages() -> None:
     template = template_of("qwen3")
-    processor = InputProcessor(template._tokenizer, vocab_size=10_000, max_model_len=32)
+    limit = ContextLimit(template._tokenizer, 32)
     for size in (60, 3000, 3_000_000):
         with refused("messages", kind=ContextLengthError) as caught:
-            template.encode([{"role": "user", "content": "word " * size}], processor)
+            template.encode([{"role": "user", "content": "word " * size}], limit)
         assert "32" in caught.value.message
 
 

@@ -15,15 +15,14 @@ from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.helpers.errors import refused
 from tests.helpers.fake_engine import small_tokenizer
-from tests.helpers.requests import engine_requests
+from tests.helpers.requests import engine_requests, input_processor
 
 VOCAB = 300
 
 
 def make(tokenizer: Tokenizer | None = None, *, max_model_len: int = 64, **options: Any) -> InputProcessor:
-    return InputProcessor(
-        tokenizer or small_tokenizer(), vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=[2, 0], **options
-    )
+    tokenizer = tokenizer or small_tokenizer()
+    return input_processor(tokenizer, vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=(2, 0), **options)
 
 
 def process(prompt: Any, params: SamplingParams | None = None, **options: Any) -> list[Any]:
@@ -105,7 +104,7 @@ def test_ids_in_parameters_are_checked_against_the_vocabulary(field: str, value:
 
 def test_texts_the_model_has_no_rows_for_are_refused() -> None:
     """A tokenizer with more tokens than the model's table must not reach the engine."""
-    processor = InputProcessor(small_tokenizer(), vocab_size=100, max_model_len=64)
+    processor = input_processor(small_tokenizer(), vocab_size=100)
     with refused("prompt", match=">= vocab 100"):
         processor.tokenize("hello", SamplingParams())
 
@@ -234,7 +233,7 @@ def test_without_a_seed_every_request_draws_its_own() -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
 def test_bad_words_are_barred_in_every_spelling(kind: str) -> None:
     tokenizer = Tokenizer(MAKERS[kind](), special_tokens=NAMED[kind])
-    processor = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64)
+    processor = input_processor(tokenizer)
     barred = processor.bad_words_ids(["quick"])
     for text in ("quick", " quick", "The quick fox", "\nquick", "fox.quick dog"):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -246,7 +245,7 @@ def test_bad_words_are_barred_in_every_spelling(kind: str) -> None:
 
 
 def test_without_a_tokenizer_only_ids_work() -> None:
-    processor = InputProcessor(None, vocab_size=VOCAB, max_model_len=64)
+    processor = input_processor(None, vocab_size=VOCAB)
     assert engine_requests(processor, [1, 2], None, "r", arrival_time=0.0)[0].prompt_token_ids == [1, 2]
     for prompt, params, param in (
         ("text", SamplingParams(), "prompt"),

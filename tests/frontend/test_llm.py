@@ -18,6 +18,7 @@ from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, ContextLengthError, EngineDeadError, GenerationError, ModelError, RequestError
 from quire.frontend.front_model import load_front_model
+from quire.frontend.input_processor import InputProcessor
 from quire.sampling_params import RequestOutputKind
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import PLAIN_CONFIG
@@ -274,7 +275,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def processor_of(front: Any) -> Any:
-    return front.processor(FakeEngine(vocab_size=500).ready)
+    return InputProcessor(front, FakeEngine(vocab_size=500).ready)
 
 
 def test_the_front_end_reads_a_model_folder(model_folder: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from quire.engine.messages import AbortRequests, EngineOutputs
 from quire.engine_request import EngineRequest
-from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor, RequestState
 from quire.frontend.stats import FinishedRequest
 from quire.outputs import RequestOutput
@@ -17,7 +16,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.step import SchedulerStats, SequenceOutput, TokenTopLogprobs
 from tests.helpers.errors import refused
 from tests.helpers.fake_engine import FakeEngine, reply_with, small_tokenizer
-from tests.helpers.requests import engine_requests
+from tests.helpers.requests import engine_requests, input_processor
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -60,7 +59,7 @@ class Rig:
         self.outputs = OutputProcessor(self.tokenizer, [self.listener])
         eos = self.tokenizer.eos_token_id
         assert eos is not None
-        self.processor = InputProcessor(self.tokenizer, vocab_size=vocab, max_model_len=256, eos_token_ids=[eos])
+        self.processor = input_processor(self.tokenizer, max_model_len=256, eos_token_ids=(eos,))
 
     def add(self, request_id: str = "r", prompt: str = "hello", **params: Any) -> RequestState:
         chosen = SamplingParams(**{"max_tokens": 100, **params})

@@ -13,11 +13,13 @@ import tokenizers
 
 from quire import LLM, AsyncLLM
 from quire.checkpoint.pooling_spec import LogitScore, PoolingSpec
+from quire.engine.messages import Ready
 from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import InputProcessor, RequestInput
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.pooling import DEFAULT_INSTRUCTION, RERANKER_PROMPT, pair_input, with_prompt
+from quire.frontend.prompts import RequestInput
 from quire.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer, share_room
 from tests.helpers.errors import refused
@@ -59,7 +61,7 @@ def front_of(tokenizer: Tokenizer, template: str | None = None) -> tuple[FrontMo
     info = dataclasses.replace(fake_front_model().info, pooling=ASKED)
     chat = None if template is None else ChatTemplate(template, tokenizer)
     front = FrontModel(info, tokenizer, chat)
-    return front, InputProcessor(tokenizer, vocab_size=1000, max_model_len=4000, pooling=ASKED)
+    return front, InputProcessor(front, Ready(64, 16, max_model_len=4000, vocab_size=1000, max_num_seqs=8))
 
 
 def question(front: FrontModel, processor: InputProcessor, *texts: str, **options: Any) -> str:

@@ -19,14 +19,13 @@ from tests.frontend.conftest import MAKERS, NAMED
 from tests.frontend.test_output_processor import Rig
 from tests.helpers.errors import refused
 from tests.helpers.fake_engine import fake_async_llm, small_tokenizer
-from tests.helpers.requests import engine_requests
+from tests.helpers.requests import engine_requests, input_processor
 
 CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
 
 
 def processor(**options: Any) -> InputProcessor:
-    tokenizer = small_tokenizer()
-    return InputProcessor(tokenizer, **{"vocab_size": tokenizer.vocab_size, "max_model_len": 64, **options})
+    return input_processor(small_tokenizer(), **options)
 
 
 def build(front: InputProcessor, **fields: Any) -> EngineRequest:
@@ -50,7 +49,7 @@ def test_log_probabilities_are_bounded_by_the_model_option(name: str) -> None:
 
 
 def test_ids_positions_and_names_that_do_not_exist() -> None:
-    front = processor(logits_processors=["mine", "yours"])
+    front = processor(logits_processors=("mine", "yours"))
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"logprob_token_ids": [3, 268]}, "logprob_token_ids[1]", ">= vocab 268"),
         ({"prompt_logprobs": 1, "prompt_logprob_start": 3}, "prompt_logprob_start", "at most 2, the last position"),
@@ -75,7 +74,7 @@ def test_the_engine_is_told_how_breakers_are_spelled() -> None:
     assert add.dry_breakers == [([star], [])]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(add), type=EngineRequest) == add
     assert build(front, dry_multiplier=1.0, dry_sequence_breakers=[]).dry_breakers == []
-    bare = InputProcessor(None, vocab_size=100, max_model_len=64)
+    bare = input_processor(None, vocab_size=100)
     with pytest.raises(RequestError, match=r"dry_sequence_breakers must be \[\]"):
         engine_requests(bare, [1, 2], SamplingParams(dry_multiplier=1.0), "r", arrival_time=0.0)
     engine_requests(bare, [1, 2], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[]), "r", arrival_time=0.0)

@@ -44,7 +44,7 @@ from quire.sampling_params import (
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
-    from quire.frontend.input_processor import Params
+    from quire.frontend.prompts import Params
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

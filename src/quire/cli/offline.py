@@ -75,8 +75,7 @@ async def started_llm(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
 
 def recommended_sampling(llm: AsyncLLM) -> dict[str, Any]:
     """Return the sampling values that the model's generation_config.json recommends, unless told to ignore it."""
-    front = llm.front_model
-    return dict(front.info.sampling_defaults) if front.use_sampling_defaults else {}
+    return llm.front_model.sampling_defaults
 
 
 # The engine has a --seed as well, so that of sampling is spelled differently.

@@ -31,7 +31,7 @@ from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.input_processor import InputProcessor, Params, Prompt, RequestInput, split_prompt, text_size
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import RequestStream, beam_search_output
 from quire.frontend.pooling import (
     PairScoring,
@@ -45,6 +45,7 @@ from quire.frontend.pooling import (
     spec_of,
     with_prompt,
 )
+from quire.frontend.prompts import Params, Prompt, RequestInput, split_prompt, text_size
 from quire.frontend.recovery import SupervisedClient
 from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.stats import StatListener, TTFTEstimator
@@ -447,7 +448,7 @@ class AsyncLLM:
         def render() -> list[int]:
             return requests.model.template(chat_template).encode(
                 messages,
-                requests.inputs,
+                requests.inputs.limit,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

@@ -42,7 +42,7 @@ from quire.frontend.chat_messages import (
     prepare_message,
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
-from quire.frontend.input_processor import InputProcessor
+from quire.frontend.context_limit import ContextLimit
 from quire.tokenizer.tokenizer import PlainTwin, Tokenizer, check_text
 
 MARK_DIGITS = 24
@@ -133,7 +133,7 @@ class ChatTemplate:
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
-        processor: InputProcessor | None = None,
+        limit: ContextLimit | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
@@ -145,7 +145,7 @@ class ChatTemplate:
         """Return the token ids of a conversation, in which every control token is the template's.
 
         Args:
-            processor: refuses what cannot fit the context, early. truncate_prompt_tokens: keep only the last so many
+            limit: refuses what cannot fit the context, early. truncate_prompt_tokens: keep only the last so many
                 tokens. The others as for `render`.
 
         Raises:
@@ -155,11 +155,11 @@ class ChatTemplate:
             messages, add_generation_prompt, continue_final_message, tools, documents, variables or {}
         )
         chosen = self._chosen(arguments)
-        token_ids = chosen._encode(arguments, processor, cut=truncate_prompt_tokens is not None)
+        token_ids = chosen._encode(arguments, limit, cut=truncate_prompt_tokens is not None)
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
-        if processor is not None:
-            processor.check_length(len(token_ids), "messages")
+        if limit is not None:
+            limit.check_length(len(token_ids), "messages")
         return token_ids
 
     def _chosen(self, arguments: _Arguments) -> ChatTemplate:
@@ -168,13 +168,13 @@ class ChatTemplate:
         arguments.check(chosen)
         return chosen
 
-    def _encode(self, arguments: _Arguments, processor: InputProcessor | None, cut: bool) -> list[int]:
+    def _encode(self, arguments: _Arguments, limit: ContextLimit | None, cut: bool) -> list[int]:
         probe = _Probe(self.controls)
         text = self._render(arguments, probe)
-        if processor is not None:
-            processor.check_chars(len(text), "messages")
+        if limit is not None:
+            limit.check_chars(len(text), "messages")
             if not cut:
-                processor.check_pieces(text, "messages")
+                limit.check_pieces(text, "messages")
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self._without_injection(arguments, token_ids) if probe.suspicious else token_ids
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,14 +17,13 @@ from quire.checkpoint.hf_config import ModelInfo, load_model_info
 from quire.checkpoint.pooling import with_runner
 from quire.checks import INT64_MAX
 from quire.config import EngineConfig, ModelConfig
-from quire.engine.messages import Ready
 from quire.engine_request import ThinkingData
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
 from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.frontend.grammars import Job, MessageJob, StructuredOutputJob
-from quire.frontend.input_processor import InputProcessor, Params
+from quire.frontend.prompts import Params
 from quire.pooling_params import PoolingParams
 from quire.sampling.processors import registered_names
 from quire.sampling_params import SamplingParams
@@ -49,7 +49,8 @@ class FrontModel:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
         request_templates: those that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
-        max_logprobs, logits_processors: as in `InputProcessor`.
+        max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
+        logits_processors: names that requests may use.
         message_format: how the model writes reasoning and tool calls.
     """
 
@@ -70,29 +71,17 @@ class FrontModel:
         return tuple(self.info.eos_token_ids)
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that generation_config.json recommends; none where it is to be ignored."""
+        return dict(self.info.sampling_defaults) if self.use_sampling_defaults else {}
+
+    @property
     def end_tokens(self) -> list[str]:
         """Texts of the tokens that end a message."""
         if self.tokenizer is None:
             return []
         texts = (self.tokenizer.id_to_token(index) for index in self.eos_token_ids)
         return [text for text in texts if text is not None]
-
-    def processor(self, ready: Ready, seed: int | None = None) -> InputProcessor:
-        """Return the processor for requests to an engine that is ready; `seed` as in `InputProcessor`."""
-        return InputProcessor(
-            self.tokenizer,
-            vocab_size=ready.vocab_size,
-            max_model_len=ready.max_model_len,
-            max_num_seqs=ready.max_num_seqs,
-            eos_token_ids=[index for index in self.eos_token_ids if index < ready.vocab_size],
-            sampling_defaults=self.info.sampling_defaults if self.use_sampling_defaults else None,
-            seed=seed,
-            max_logprobs=self.max_logprobs,
-            logits_processors=self.logits_processors,
-            lora_vocab_size=ready.lora_vocab_size,
-            pooling=self.info.pooling,
-            vector_size=0 if self.info.pooling is None else self.info.pooling.dimensions(self.info.hidden_size),
-        )
 
     def template(self, source: str | None = None) -> ChatTemplate:
         """Return the model's chat template, or the one with this Jinja text, which a request brought.

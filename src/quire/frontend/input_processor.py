@@ -12,53 +12,30 @@ vocabulary, the prompt with the context length. Two rules to know:
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checks import check_int, wrong_type, wrong_value
+from quire.engine.messages import Ready
 from quire.engine_request import EngineRequest, LoRARequest, ThinkingData
-from quire.errors import ContextLengthError, ModelError, RequestError, UnsupportedError, echo
-from quire.frontend.formats.message import MessageSpec
+from quire.errors import ModelError, RequestError, UnsupportedError, echo
+from quire.frontend.context_limit import ContextLimit
+from quire.frontend.front_model import FrontModel
+from quire.frontend.prompts import Params, Prompt, split_prompt
 from quire.frontend.sequence_breakers import SequenceBreakerIndex, Spelling
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
-    MAX_N,
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
 )
-from quire.tokenizer.tokenizer import Tokenizer, check_text
+from quire.tokenizer.tokenizer import check_text
 
-Prompt = str | list[int] | Mapping[str, Any]
-TextParams = SamplingParams | BeamSearchParams
-Params = TextParams | PoolingParams
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInput:
-    """A prompt with its parameters.
-
-    Attributes:
-        param: what errors call the prompt.
-        message_spec: what the message that follows the prompt may contain; None if it is no message.
-    """
-
-    prompt: Prompt
-    params: Params
-    param: str = "prompt"
-    message_spec: MessageSpec | None = None
-
-
-PROMPT_KINDS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
-PIECE_CHARS = 32768
 CHECKED_AT_ONCE = 65536
 MAX_SALT_LENGTH = 1024
 MAX_TENANT_LENGTH = 256
@@ -69,46 +46,30 @@ class InputProcessor:
     """Checks and tokenizes requests for one model.
 
     Args:
-        tokenizer: None works on token ids only.
-        vocab_size: rows of the model's embedding table. max_model_len: context length [tokens].
-        max_num_seqs: most sequences that the engine runs at a time.
-        eos_token_ids: ids that end a text.
-        sampling_defaults: SamplingParams fields used where the caller gives no parameters at all.
+        model: the model as the front end sees it. ready: the engine that serves it.
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
-        max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
-        logits_processors: names that requests may use.
-        lora_vocab_size: as in `Ready`.
-        pooling: how the model makes vectors or scores, of `vector_size` numbers; None: it generates text.
+
+    Attributes:
+        limit: checks prompts against the context length.
+        vocab_size: rows of the model's embedding table.
+        eos_token_ids: ids that end a text, and that the embedding table has.
+        pooling: how the model makes vectors or scores; None: it generates text.
+
+    Raises:
+        ModelError: generation_config.json recommends values that `SamplingParams` refuses.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int = MAX_N,
-        eos_token_ids: Sequence[int] = (),
-        sampling_defaults: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        max_logprobs: int = 20,
-        logits_processors: Sequence[str] = (),
-        lora_vocab_size: int | None = None,
-        pooling: PoolingSpec | None = None,
-        vector_size: int = 0,
-    ) -> None:
+    def __init__(self, model: FrontModel, ready: Ready, seed: int | None = None) -> None:
+        self._model = model
+        self._ready = ready
         self._random: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.lora_vocab_size = lora_vocab_size
-        self.max_logprobs = max_logprobs
-        self.logits_processors = tuple(logits_processors)
-        self.pooling, self.vector_size = pooling, vector_size
+        self.tokenizer = model.tokenizer
+        self.vocab_size = ready.vocab_size
+        self.max_model_len = ready.max_model_len
+        self.limit = ContextLimit(model.tokenizer, ready.max_model_len)
+        self.eos_token_ids = tuple(token for token in model.eos_token_ids if token < ready.vocab_size)
+        self.pooling = model.info.pooling
         self._breakers: SequenceBreakerIndex | None = None
-        self._defaults = dict(sampling_defaults or {})
         try:
             self.default_sampling_params()
         except RequestError as error:
@@ -116,7 +77,7 @@ class InputProcessor:
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters the model's makers recommend, the neutral ones where they say nothing."""
-        return SamplingParams(**self._defaults)
+        return SamplingParams(**self._model.sampling_defaults)
 
     def tokenize(
         self, prompt: Prompt, params: Params, *, param: str = "prompt", lora: LoRARequest | None = None
@@ -142,7 +103,7 @@ class InputProcessor:
             token_ids = token_ids[:most] if pooled else token_ids[-keep:]
         if not token_ids:
             raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
-        self.check_length(len(token_ids), where, room=0 if pooled else 1)
+        self.limit.check_length(len(token_ids), where, room=0 if pooled else 1)
         return token_ids
 
     def check_kind(self, params: Params) -> None:
@@ -155,28 +116,6 @@ class InputProcessor:
             message = f"this model does not generate text: it is made to {self.pooling.task}"
         raise UnsupportedError(message, param="model", code="unsupported_endpoint")
 
-    def check_length(self, num_tokens: int, param: str = "prompt", *, at_least: bool = False, room: int = 1) -> None:
-        """Raise `ContextLengthError` if a prompt of so many tokens leaves less room than this for output."""
-        if num_tokens + room > self.max_model_len:
-            shown = f"at least {num_tokens}" if at_least else f"{num_tokens}"
-            reason = " and one must be left for the output" if room else ""
-            raise ContextLengthError(
-                f"{param} has {shown} tokens, but the context length is {self.max_model_len} tokens{reason}",
-                param=param,
-            )
-
-    def check_chars(self, num_chars: int, param: str = "prompt") -> None:
-        """Raise `ContextLengthError` if a text of so many characters cannot fit, however it is tokenized."""
-        if self.tokenizer is None or num_chars < self.max_model_len:
-            return
-        most = self.max_model_len * self.tokenizer.max_chars_per_token
-        if num_chars > most:
-            raise ContextLengthError(
-                f"{param} has {num_chars} characters, more than the {most} that the context length of "
-                f"{self.max_model_len} tokens can hold",
-                param=param,
-            )
-
     def _encode(self, text: str, most: int | None, param: str, pooled: bool) -> list[int]:
         """Return the ids of a text, or as many as matter if at most `most` of them are kept."""
         if self.tokenizer is None:
@@ -184,27 +123,12 @@ class InputProcessor:
             raise RequestError(message, param=param, code="invalid_type")
         check_text(text, param)
         if most is None:
-            self.check_chars(len(text), param)
-            self.check_pieces(text, param)
+            self.limit.check_chars(len(text), param)
+            self.limit.check_pieces(text, param)
             return self.tokenizer.encode(text)
         # The tokens at one end depend on that end of the text only; the rest need not be tokenized.
         longest = (most + 64) * self.tokenizer.max_chars_per_token
         return self.tokenizer.encode_within(text[:longest], most) if pooled else self.tokenizer.encode(text[-longest:])
-
-    def check_pieces(self, text: str, param: str = "prompt") -> None:
-        """Raise `ContextLengthError` if the beginning of a long text alone has twice the tokens that fit.
-
-        A cut through a word changes a few tokens at most, so the factor of two leaves ample room for error.
-        """
-        assert self.tokenizer is not None
-        if len(text) <= 2 * PIECE_CHARS:
-            return
-        num_tokens = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            piece = text[start : start + PIECE_CHARS]
-            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
-            if num_tokens >= 2 * self.max_model_len:
-                self.check_length(num_tokens, param, at_least=True)
 
     def build(
         self,
@@ -274,7 +198,7 @@ class InputProcessor:
         if params.dimensions is not None:
             if spec.task != "embed":
                 raise RequestError("dimensions are those of vectors; this model makes scores", param="dimensions")
-            check_int("dimensions", params.dimensions, 1, self.vector_size)
+            check_int("dimensions", params.dimensions, 1, spec.dimensions(self._model.info.hidden_size))
             if spec.matryoshka and params.dimensions not in spec.matryoshka:
                 sizes = ", ".join(map(str, spec.matryoshka))
                 raise RequestError(
@@ -287,7 +211,7 @@ class InputProcessor:
     def _split(self, request: EngineRequest, params: SamplingParams) -> list[EngineRequest]:
         """Return a request with its sequences, in as many parts as the engine needs."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        request_id, count, most = request.request_id, params.num_sequences, self.max_num_seqs
+        request_id, count, most = request.request_id, params.num_sequences, self._ready.max_num_seqs
         sequence_ids = [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
         seeds = [child_seed(seed, index) for index in range(count)]
         first = rest = _params_of_one(params)
@@ -306,9 +230,9 @@ class InputProcessor:
 
     def check_beam_width(self, width: int, param: str = "beam_width") -> None:
         """Raise `RequestError` for more beams than the engine runs sequences at a time."""
-        if width > self.max_num_seqs:
+        if width > self._ready.max_num_seqs:
             raise RequestError(
-                f"{param} must be at most {self.max_num_seqs} (max_num_seqs of this engine) with beam search, "
+                f"{param} must be at most {self._ready.max_num_seqs} (max_num_seqs of this engine) with beam search, "
                 f"got {width}",
                 param=param,
                 code="integer_above_max_value",
@@ -320,9 +244,9 @@ class InputProcessor:
             return self.vocab_size
         if not isinstance(lora, LoRARequest):
             raise wrong_value("lora_request", "a LoRARequest", lora)
-        if self.lora_vocab_size is None:
+        if self._ready.lora_vocab_size is None:
             raise UnsupportedError("this engine serves no LoRA adapters (enable_lora)", param="lora_request")
-        return self.lora_vocab_size
+        return self._ready.lora_vocab_size
 
     def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
         if params.output_kind not in list(RequestOutputKind):
@@ -334,10 +258,10 @@ class InputProcessor:
             if token >= vocab_size:
                 raise RequestError(f"logit_bias has token id {echo(token)} >= vocab {vocab_size}", param="logit_bias")
         for item in params.logits_processors or ():
-            if item.name not in self.logits_processors:
+            if item.name not in self._model.logits_processors:
                 raise RequestError(
                     f"logits_processors names {echo(item.name)}; this engine has "
-                    f"{', '.join(self.logits_processors) or 'none'}",
+                    f"{', '.join(self._model.logits_processors) or 'none'}",
                     param="logits_processors",
                 )
         if self.tokenizer is None:
@@ -354,14 +278,14 @@ class InputProcessor:
         """Raise `RequestError` for more log-probabilities than allowed, and for ids or positions that do not exist."""
         for name in ("logprobs", "prompt_logprobs"):
             requested = getattr(params, name)
-            if requested is None or self.max_logprobs < 0:
+            if requested is None or self._model.max_logprobs < 0:
                 continue
             shown = f"{requested}"
             if requested < 0:
                 requested, shown = self.vocab_size, f"-1 (the whole vocabulary, {self.vocab_size})"
-            if requested > self.max_logprobs:
+            if requested > self._model.max_logprobs:
                 raise RequestError(
-                    f"{name} must be at most {self.max_logprobs} (max_logprobs of this engine), got {shown}",
+                    f"{name} must be at most {self._model.max_logprobs} (max_logprobs of this engine), got {shown}",
                     param=name,
                     code="integer_above_max_value",
                 )
@@ -440,56 +364,6 @@ def _params_of_beams(params: BeamSearchParams) -> SamplingParams:
     )
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Tell one prompt from a list of prompts: a list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        shown = type(prompts).__name__
-        message = f"prompts must be a prompt or a list of prompts, got {shown}"
-        raise RequestError(message, param="prompts", code="invalid_type")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]
-    return list(prompts)
-
-
-def one_each(value: Any, count: int, name: str, kind: type | None = None) -> list[Any]:
-    """Repeat a single value, or check that a list has one for each prompt; and that each is of this kind."""
-    items = list(value) if isinstance(value, list | tuple) else [value] * count
-    if len(items) != count:
-        raise RequestError(f"{name} has {len(items)} items for {count} prompts", param=name)
-    for item in items:
-        if kind is not None and not isinstance(item, kind):
-            message = f"{name} must be {kind.__name__}, got {type(item).__name__}"
-            raise RequestError(message, param=name, code="invalid_type")
-    return items
-
-
-def request_inputs(prompts: Sequence[Prompt], params: Sequence[Params]) -> list[RequestInput]:
-    """Return prompts with their parameters, named by their place if there are several."""
-    names = ["prompt"] if len(prompts) == 1 else [f"prompts[{index}]" for index in range(len(prompts))]
-    return [RequestInput(*item) for item in zip(prompts, params, names, strict=True)]
-
-
-def split_prompt(prompt: Prompt, param: str = "prompt") -> tuple[str | Sequence[int], str]:
-    """Return the text or ids of a prompt of any kind, and the name that errors should give it."""
-    if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
-            raise wrong_value(param, f"{PROMPT_KINDS}", dict(prompt))
-        prompt, param = prompt[keys[0]], keys[0]
-    if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not isinstance(prompt, str)):
-        return prompt, param
-    raise wrong_type(param, f"{PROMPT_KINDS}", prompt)
-
-
-def prompt_text(prompt: Prompt) -> str | None:
-    """Return the text of a prompt, or None if it came as token ids."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt")  # type: ignore[assignment]
-    return prompt if isinstance(prompt, str) else None
-
-
 def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = False) -> None:
     """Raise `RequestError` unless every item is an int (not a bool) in [0, vocab_size).
 
@@ -521,23 +395,3 @@ def child_seed(seed: int, index: int) -> int:
         return seed
     data = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
-def text_size(value: Any, enough: float = math.inf) -> int:
-    """Return the number of characters in all texts of a JSON-like value, with some for each container and item.
-
-    What is beyond `enough` need not be counted.
-    """
-    total = 0
-    left = [value]
-    while left and total <= enough:
-        item = left.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, Mapping):
-            total += 16 * (1 + len(item))
-            left.extend(item.values())
-        elif isinstance(item, list | tuple):
-            total += 16 + 2 * len(item)
-            left.extend(item)
-    return total

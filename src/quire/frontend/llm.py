@@ -18,7 +18,6 @@ from quire.errors import EngineAsleepError, EngineDeadError, RequestError, Unsup
 from quire.frontend.formats.message import Message as AssistantMessage
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
-from quire.frontend.input_processor import Prompt, RequestInput, as_prompts, one_each, request_inputs
 from quire.frontend.output_processor import RequestState, beam_search_output
 from quire.frontend.pooling import (
     PairScoring,
@@ -31,6 +30,7 @@ from quire.frontend.pooling import (
     pooling_inputs,
     spec_of,
 )
+from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, request_inputs
 from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.tools import requested_tools
 from quire.outputs import (
@@ -182,7 +182,7 @@ class LLM:
         prompts = [
             template.encode(
                 conversation,  # type: ignore[arg-type]
-                self._requests.inputs,
+                self._requests.inputs.limit,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

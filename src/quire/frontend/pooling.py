@@ -16,8 +16,9 @@ from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checks import wrong_value
 from quire.errors import GenerationError, RequestError, UnsupportedError
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import InputProcessor, Prompt, RequestInput, as_prompts, one_each, request_inputs
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import RequestState
+from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, request_inputs
 from quire.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -106,7 +107,7 @@ def pair_input(
     keep = params.truncate_prompt_tokens
     most = None if keep is None else processor.max_model_len if keep == -1 else min(keep, processor.max_model_len)
     if most is None:
-        processor.check_chars(len(query) + len(document), param)
+        processor.limit.check_chars(len(query) + len(document), param)
     else:
         longest = (most + 64) * tokenizer.max_chars_per_token
         query, document = query[:longest], document[:longest]
@@ -138,7 +139,7 @@ def _reranker_prompt(
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if instruction is not None:
             messages.insert(0, {"role": "system", "content": instruction})
-        return template.encode(messages, processor)
+        return template.encode(messages, processor.limit)
     default = DEFAULT_INSTRUCTION if spec.default_prompt is None else spec.prompts[spec.default_prompt]
     body = f"<Instruct>: {instruction or default}\n<Query>: {query}\n<Document>: {document}"
     control = tokenizer.control_tokens
@@ -158,7 +159,7 @@ def _reranker_prompt(
     if template is None:
         return tokenizer.encode_segments([f"{RERANKER_PROMPT}\n{body}\n"])
     messages = [{"role": "system", "content": RERANKER_PROMPT}, {"role": "user", "content": body}]
-    return template.encode(messages, processor, variables={"enable_thinking": False})
+    return template.encode(messages, processor.limit, variables={"enable_thinking": False})
 
 
 def pooling_inputs(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from quire.engine.messages import AbortRequests, EngineOutputs, Ready
 from quire.engine_request import EngineRequest
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import Params, Prompt, prompt_text
+from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import OutputProcessor, RequestState
+from quire.frontend.prompts import Params, Prompt, prompt_text
 from quire.frontend.stats import StatListener
 
 
@@ -39,7 +40,7 @@ class RequestProcessor:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
-        self.inputs = model.processor(ready, seed)
+        self.inputs = InputProcessor(model, ready, seed)
         self.outputs = OutputProcessor(model.tokenizer, listeners)
         self._send = send
         self._on_idle = on_idle

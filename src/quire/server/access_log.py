@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
-from quire.frontend.input_processor import Params
 from quire.frontend.output_processor import RequestStream
+from quire.frontend.prompts import Params
 from quire.server.auth import ApiKeys
 from quire.server.errors import shorten
 from quire.server.timeline import RequestRecord

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, rename_field
 from quire.frontend.formats.message import Event, MessageSpec
-from quire.frontend.input_processor import TextParams
+from quire.frontend.prompts import TextParams
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
-from quire.frontend.input_processor import TextParams
+from quire.frontend.prompts import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.server.context import ModelContext, model_context
 from quire.server.generation import (

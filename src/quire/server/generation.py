@@ -13,8 +13,8 @@ from starlette.responses import Response
 from quire.checks import wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, rename_field
 from quire.frontend.formats.message import MessageSpec
-from quire.frontend.input_processor import Prompt, TextParams
 from quire.frontend.output_processor import RequestStream
+from quire.frontend.prompts import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
 from quire.server.context import ModelContext
@@ -62,7 +62,7 @@ def refuse_unless_generating(context: ModelContext) -> None:
 def recommended(context: ModelContext) -> Mapping[str, Any]:
     """Return the model's recommended sampling values, for fields that a request leaves out."""
     front = context.llm.front_model
-    return front.info.sampling_defaults if front.use_sampling_defaults else {}
+    return front.sampling_defaults
 
 
 def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> TextParams:

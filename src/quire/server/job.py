@@ -8,8 +8,8 @@ from typing import Any
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import OverloadedError, QuireError, UnsupportedError
-from quire.frontend.input_processor import Params, Prompt
 from quire.frontend.output_processor import RequestStream
+from quire.frontend.prompts import Params, Prompt
 from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
 from quire.server.errors import shutting_down

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, Fields, Refused, check_int, list_items, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.input_processor import RequestInput, check_ids
+from quire.frontend.input_processor import check_ids
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.pooling import (
     ABORTED,
@@ -27,6 +27,7 @@ from quire.frontend.pooling import (
     spec_of,
     with_prompt,
 )
+from quire.frontend.prompts import RequestInput
 from quire.outputs import ScoringRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.server.context import ModelContext, model_context
@@ -388,8 +389,8 @@ async def _check_long(llm: AsyncLLM, text: str, where: str) -> None:
         return
     tokenizer_of(llm)
     check_text(text, where)
-    llm.processor.check_chars(len(text), where)
-    await asyncio.to_thread(llm.processor.check_pieces, text, where)
+    llm.processor.limit.check_chars(len(text), where)
+    await asyncio.to_thread(llm.processor.limit.check_pieces, text, where)
 
 
 def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[Any, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
-from quire.frontend.input_processor import text_size
+from quire.frontend.prompts import text_size
 from quire.frontend.tools import ToolRequest
 from quire.server.context import ModelContext
 from quire.server.protocol import TemplateRequest

@@ -99,7 +99,7 @@ async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param:
     """Tokenize a text of bounded length. Raises `ContextLengthError` if it cannot fit the context however read."""
     tokenizer = tokenizer_of(llm)
     check_text(text, param)
-    llm.processor.check_chars(len(text), param)
+    llm.processor.limit.check_chars(len(text), param)
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return await run_in_thread_if(len(text) > THREAD_SIZE, encode)
 

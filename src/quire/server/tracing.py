@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from quire.errors import ConfigError, echo
-from quire.frontend.input_processor import Params
+from quire.frontend.prompts import Params
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.server.timeline import RequestRecord, Timings

@@ -69,7 +69,7 @@ async def show(request: Request) -> Response:
         raise missing("model")
     context = await named_model(request, name)
     front = context.llm.front_model
-    defaults = front.info.sampling_defaults if front.use_sampling_defaults else {}
+    defaults = front.sampling_defaults
     answer = {
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),

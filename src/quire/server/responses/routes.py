@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.checks import missing
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
-from quire.frontend.input_processor import text_size
+from quire.frontend.prompts import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.json_io import json_response

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import NotFoundError, RequestError, echo
-from quire.frontend.input_processor import text_size
+from quire.frontend.prompts import text_size
 from quire.server.responses.items import Item
 from quire.server_config import ServerConfig
 
