@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from benchmarks.gpu.case import Case, Tuning
 
+from quire.kernels.backend import SamplingOptions
 from quire.kernels.gpu.backend import GPUBackend
 
 L2_BYTES = 60 << 20
@@ -73,8 +74,8 @@ def draws(backend: GPUBackend, name: str, shape: tuple[int, int], spread: float)
     for kind, (top_k, top_p) in DRAWS.items():
 
         def run(i: int, top_k: int = top_k, top_p: float = top_p) -> torch.Tensor:
-            options = ones, np.full(rows, top_k), np.full(rows, top_p), np.zeros(rows), uniforms
-            return backend.sample(logits[i % len(logits)], *options)
+            options = SamplingOptions(ones, np.full(rows, top_k), np.full(rows, top_p), np.zeros(rows))
+            return backend.sample(logits[i % len(logits)], options, uniforms)
 
         against = {"softmax and multinomial": by_torch} if kind == "all" else {}
         tuning = Tuning("draw", backend.draw_key(rows), CHOICES[backend.draw_key(rows)])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.backend import SamplingOptions
 from quire.kernels.cpu import sampling
 from quire.kernels.cpu.sampling import logprobs_of, row_maxima
 from quire.kernels.cpu.threads import Launcher
@@ -28,8 +29,8 @@ def launchers() -> list[Launcher]:
 def sample(launcher: Launcher, logits: np.ndarray, *options: object) -> np.ndarray:
     """Call `sample` with temperature, top_k, top_p, min_p and uniforms spread over the rows."""
     dtypes = (np.float64, np.int64, np.float64, np.float64, np.float64)
-    spread = [np.full(len(logits), option, dtype) for option, dtype in zip(options, dtypes, strict=True)]
-    return sampling.sample(launcher, row_maxima(launcher, logits), *spread)
+    *spread, uniforms = (np.full(len(logits), option, dtype) for option, dtype in zip(options, dtypes, strict=True))
+    return sampling.sample(launcher, row_maxima(launcher, logits), SamplingOptions(*spread), uniforms)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -121,7 +122,8 @@ def test_the_draw_reads_its_options_late(launchers: list[Launcher], count: int) 
         return logits, temperature, top_k, top_p, min_p, rng.random(count)
 
     def compute(launcher: Launcher, logits: np.ndarray, *options: np.ndarray) -> Results:
-        return (sampling.sample(launcher, row_maxima(launcher, logits[:, 1:-3]), *options),)
+        maxima = row_maxima(launcher, logits[:, 1:-3])
+        return (sampling.sample(launcher, maxima, SamplingOptions(*options[:-1]), options[-1]),)
 
     def expect(logits: np.ndarray, *options: np.ndarray) -> Results:
         tokens = []

@@ -30,7 +30,7 @@ TOUR = """
 import sys
 import numpy as np
 from tests.kernels.scenes import Paged, host, normal, round_to
-from quire.kernels.backend import AttentionMetadata, AttentionParams
+from quire.kernels.backend import AttentionMetadata, AttentionParams, SamplingOptions
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.simd import TILE_ROWS
 rng, results = np.random.default_rng(0), [np.array([TILE_ROWS])]
@@ -58,7 +58,8 @@ q, k, v = normal(rng, 9, 8), normal(rng, 9, 8) / 3, normal(rng, 9, 80)
 rates = rng.random((9, 1)).astype(np.float32)
 results.append(backend.gated_delta(q, k, v, -rates, rates, np.zeros((1, 1, 8, 80), np.float32), step))
 logits = normal(rng, 4, 100)
-results.append(backend.sample(logits, np.ones(4), np.full(4, 9), np.full(4, 0.9), np.zeros(4), rng.random(4)))
+options = SamplingOptions(np.ones(4), np.full(4, 9), np.full(4, 0.9), np.zeros(4))
+results.append(backend.sample(logits, options, rng.random(4)))
 results.append(backend.top_logprobs(logits, np.arange(4), 3).logprobs)
 np.savez(sys.argv[1], *results)
 """

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.backend import Penalties
+from quire.kernels.backend import Penalties, SamplingOptions
 from quire.kernels.cpu.backend import CPUBackend
 from tests.kernels.scenes import as_lists, normal, pair
 
@@ -23,7 +23,7 @@ def draw(
 ) -> np.ndarray:
     """Call `sample` with scalars spread over the rows."""
     rows = len(logits)
-    options = [
+    *options, draws = (
         np.broadcast_to(np.asarray(value, dtype), rows)
         for value, dtype in (
             (temperature, np.float32),
@@ -32,8 +32,8 @@ def draw(
             (min_p, np.float32),
             (uniforms, np.float64),
         )
-    ]
-    return backend.to_numpy(backend.sample(backend.from_numpy(logits.copy()), *options))  # type: ignore[attr-defined]
+    )
+    return backend.to_numpy(backend.sample(backend.from_numpy(logits.copy()), SamplingOptions(*options), draws))  # type: ignore[attr-defined]
 
 
 def oracle(
@@ -296,7 +296,7 @@ def test_no_way_of_sampling_takes_a_token_that_is_barred() -> None:
             target = backend.from_numpy(logits.copy())
             backend.apply_bitmask(target, np.arange(count), bits)
             options = np.full(count, 2.0), np.full(count, top_k), np.full(count, top_p), np.full(count, min_p)
-            drawn.append(backend.to_numpy(backend.sample(target, *options, uniforms)))
+            drawn.append(backend.to_numpy(backend.sample(target, SamplingOptions(*options), uniforms)))
             assert mask[np.arange(count), drawn[-1]].all()
         np.testing.assert_array_equal(drawn[0][20:], drawn[1][20:])  # the others' draws are at the very end
 

@@ -191,6 +191,18 @@ class AttentionParams:
         return side, 0 if self.causal else side
 
 
+class SamplingOptions(NamedTuple):
+    """By what `sample` chooses tokens: numpy arrays [R], one entry a row.
+
+    temperature: floats, 0 for the largest logit. top_k: int64, 0 for all. top_p, min_p: floats.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+
 class TopLogprobs(NamedTuple):
     """Log-probabilities of R rows: the chosen token first, then the k best in falling order; ranks start at 1.
 
@@ -709,22 +721,15 @@ class SamplingOps(ArrayOps, Protocol):
     def greedy(self, logits: Array) -> Array:
         """Return the first largest logit's token of each row, int64 [R]."""
 
-    def sample(
-        self,
-        logits: Array,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniforms: np.ndarray,
-    ) -> Array:
+    def sample(self, logits: Array, options: SamplingOptions, uniforms: np.ndarray) -> Array:
         """Choose one token per row -> int64 [R], which stay on the device. `logits` may be overwritten.
 
+        uniforms: float64 [R] in [0, 1), what the draws depend on.
         Rows with temperature 0 take the first largest logit. Others, in this order: divide by temperature; keep the
         top_k largest (0 = all; ties with the k-th are kept); of those keep tokens whose probability is at least min_p
         times the largest; of those, sorted by falling logit (lower id first among equals), keep the shortest prefix
         whose renormalized probability reaches top_p; then take the first token of that order whose cumulative
-        probability exceeds uniforms[r] (float64 in [0, 1)) times the kept mass. So equal logits and uniforms give
+        probability exceeds uniforms[r] times the kept mass. So equal logits and uniforms give
         equal tokens on every backend.
         """
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kernels.backend import NEG_INF, DeviceTokens
+from quire.kernels.backend import NEG_INF, DeviceTokens, SamplingOptions
 from quire.sampling.penalties import Dry, TokenCounts
 from quire.sampling.processors import LogitsProcessorFactory, Processors
 from quire.sampling.truncation import Truncation
@@ -162,10 +162,7 @@ class SamplingMetadata:
             host.
     """
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
+    options: SamplingOptions
     seeds: np.ndarray
     positions: np.ndarray
     states: dict[int, SequenceState]
@@ -182,17 +179,15 @@ class SamplingStates:
     """The sampling options and state of up to `max_num_seqs` rows of the persistent batch.
 
     Attributes:
-        temperature float32, top_k int64 (0: all), top_p float32, min_p float32, seeds int64: [max_num_seqs].
+        options: top_k int64, the others float32; seeds int64: [max_num_seqs].
         states: by row, of those with options beyond these.
     """
 
     def __init__(
         self, max_num_seqs: int, vocab_size: int, factories: Mapping[str, LogitsProcessorFactory] | None = None
     ) -> None:
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        dtypes = np.float32, np.int64, np.float32, np.float32
+        self.options = SamplingOptions(*(np.zeros(max_num_seqs, dtype) for dtype in dtypes))
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
         self.states: dict[int, SequenceState] = {}
         self._vocab_size, self._factories = vocab_size, factories
@@ -200,10 +195,10 @@ class SamplingStates:
     def add(self, row: int, new: NewSequenceData) -> None:
         """Take the options of a sequence; the only place where they are read."""
         params = new.request.sampling_params
-        self.temperature[row] = 0.0 if params.greedy else params.temperature
-        self.top_k[row] = max(params.top_k, 0)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        self.options.temperature[row] = 0.0 if params.greedy else params.temperature
+        self.options.top_k[row] = max(params.top_k, 0)
+        self.options.top_p[row] = params.top_p
+        self.options.min_p[row] = params.min_p
         self.seeds[row] = new.seed
         state = SequenceState(new, self._vocab_size, self._factories)
         if state.is_needed:
@@ -211,7 +206,7 @@ class SamplingStates:
 
     def fork(self, parent: int, row: int, seed: int) -> None:
         """Give a row the options of another, and a seed of its own."""
-        for column in (self.temperature, self.top_k, self.top_p, self.min_p):
+        for column in self.options:
             column[row] = column[parent]
         self.seeds[row] = seed
         if parent in self.states:
@@ -239,10 +234,7 @@ class SamplingStates:
         """
         stateful = {r: row for r, row in enumerate(rows.tolist()) if row in self.states} if self.states else {}
         return SamplingMetadata(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
+            options=SamplingOptions(*(column[rows] for column in self.options)),
             seeds=self.seeds[rows],
             positions=positions,
             states={r: self.states[row] for r, row in stateful.items()},

@@ -61,7 +61,7 @@ class Sampler:
         """
         backend, states = self.backend, batch.states
         if batch.bitmask is None and not states:
-            return PendingSample(backend.fetch(store(self._draw(logits, batch.temperature, batch))))
+            return PendingSample(backend.fetch(store(self._draw(logits, batch.options.temperature, batch))))
         with_logprobs = [r for r, state in states.items() if state.wants_logprobs]
         raw = logits[backend.from_numpy(_ids(with_logprobs))] if with_logprobs else None
         if batch.bitmask is not None:
@@ -88,9 +88,8 @@ class Sampler:
     def _draw(self, logits: Array, temperature: np.ndarray, batch: SamplingMetadata) -> Array:
         if not temperature.any():
             return self.backend.greedy(logits)
-        return self.backend.sample(
-            logits, temperature, batch.top_k, batch.top_p, batch.min_p, uniforms(batch.seeds, batch.positions)
-        )
+        options = batch.options._replace(temperature=temperature)
+        return self.backend.sample(logits, options, uniforms(batch.seeds, batch.positions))
 
     def _or_end(self, tokens: Array, finite: Array, bitmask: Bitmask) -> Array:
         """Return `tokens`, replaced by the one that ends the text in rows whose logits are all -inf, if it may end."""
@@ -183,8 +182,8 @@ class Sampler:
         """Do steps 3 and 4 on `rows`; return all rows' temperatures, and the updates of mirostat's state."""
         truncated = [(r, state.truncation) for r, state in rows if state.truncation is not None]
         if not truncated:
-            return batch.temperature, []
-        temperature, updates = batch.temperature.copy(), []
+            return batch.options.temperature, []
+        temperature, updates = batch.options.temperature.copy(), []
         size = max(1, MAX_HOST_LOGITS // logits.shape[1])
         for start in range(0, len(truncated), size):
             chunk = truncated[start : start + size]

@@ -25,6 +25,7 @@ from quire.kernels.backend import (
     LayerCache,
     LayerwiseOffload,
     Penalties,
+    SamplingOptions,
     StepLengths,
 )
 from quire.kernels.steps import StepShape
@@ -176,7 +177,7 @@ class StepGraphs:
         backend.apply_penalties(logits, Penalties(place, np.array([0, 1]), number, number, one, one, one))
         backend.top_logprobs(logits, backend.zeros((size,), "int64"), 1)
         chances = np.full(size, 0.5)
-        backend.sample(logits, chances, np.full(size, 2), chances, chances, chances)
+        backend.sample(logits, SamplingOptions(chances, np.full(size, 2), chances, chances), chances)
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if not self._recordable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import DeviceTokens, Penalties
+from quire.kernels.backend import DeviceTokens, Penalties, SamplingOptions
 from quire.kernels.gpu.backend import GPUBackend
 
 
@@ -15,7 +15,8 @@ def launch() -> None:
     for rows, size in ((1, 151936), (64, 128256)):
         logits = torch.zeros(rows, size)
         ones = np.ones(rows)
-        backend.sample(logits, ones, 50 * ones.astype(np.int64), 0.9 * ones, 0.1 * ones, 0.5 * ones)
+        options = SamplingOptions(ones, 50 * ones.astype(np.int64), 0.9 * ones, 0.1 * ones)
+        backend.sample(logits, options, 0.5 * ones)
         backend.greedy(logits)
         backend.rows_finite(logits)
         backend.top_logprobs(logits, torch.zeros(rows, dtype=torch.int64), 5)

@@ -30,7 +30,7 @@ SIZES = """
 import pathlib, sys, tempfile
 import numpy as np
 from quire.checkpoint.hf_config import load_model_info
-from quire.kernels.backend import StepLengths
+from quire.kernels.backend import SamplingOptions, StepLengths
 from quire.kernels.gpu.graphs import CaptureSizes
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.pretend_gpu import pretend_gpu
@@ -61,7 +61,7 @@ with pretend_gpu() as compiled:
         metadata = graphs._metadata(shape, size.sequences if whole else sequences, lengths)
         _, logits, _ = graphs._build(shape, metadata)
         chances = np.full(len(logits), 0.5)
-        backend.sample(logits, chances, np.full(len(logits), 2), chances, chances, chances)
+        backend.sample(logits, SamplingOptions(chances, np.full(len(logits), 2), chances, chances), chances)
     print("LATE", *(one.name for one in compiled[before:]))
 """
 

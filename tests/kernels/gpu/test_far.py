@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMetadata, AttentionParams
+from quire.kernels.backend import AttentionMetadata, AttentionParams, SamplingOptions
 from quire.kernels.experts import RoutingParams
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.cache import KVCache
@@ -143,7 +143,7 @@ def written(backend: GPUBackend, x: torch.Tensor) -> torch.Tensor:
 ROWS = np.arange(3)
 LOGITS: dict[str, Op] = {
     "greedy": lambda b, x: b.greedy(x),
-    "sample": lambda b, x: b.sample(x, *(np.full(3, v) for v in (1.0, 9, 0.9, 0.01, 0.4))),
+    "sample": lambda b, x: b.sample(x, SamplingOptions(*(np.full(3, v) for v in (1.0, 9, 0.9, 0.01))), np.full(3, 0.4)),
     "top_logprobs": lambda b, x: b.top_logprobs(x, torch.arange(3, device=DEVICE), 2).logprobs,
     "bias": lambda b, x: changed(lambda x: b.add_bias(x, ROWS, ROWS, np.ones(3, np.float32)), x),
     "bitmask": lambda b, x: changed(lambda x: b.apply_bitmask(x, ROWS, np.full((3, 2), 5, np.int32)), x),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.backend import SamplingOptions
 from quire.kernels.gpu import sampling, sampling_kernels
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.sampling import sample_rows
@@ -20,9 +21,9 @@ BACKEND = GPUBackend("float32", "float32", DEVICE)
 def both(logits: np.ndarray, *options: object) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens that the kernel and the reference draw; options in the order of `Backend.sample`."""
     types = np.float32, np.int64, np.float32, np.float32, np.float64
-    full = [np.broadcast_to(np.asarray(x, t), len(logits)) for x, t in zip(options, types, strict=True)]
-    got = BACKEND.to_numpy(BACKEND.sample(BACKEND.from_numpy(logits.copy()), *full))
-    return got, sample_rows(torch.from_numpy(logits), *full)
+    *full, uniforms = (np.broadcast_to(np.asarray(x, t), len(logits)) for x, t in zip(options, types, strict=True))
+    got = BACKEND.to_numpy(BACKEND.sample(BACKEND.from_numpy(logits.copy()), SamplingOptions(*full), uniforms))
+    return got, sample_rows(torch.from_numpy(logits), SamplingOptions(*full), uniforms)
 
 
 def compare(seed: int, rows: int, size: int, scale: float, distinct: int) -> None:
@@ -76,9 +77,9 @@ def compare_pieces(seed: int, rows: int, size: int, scale: float, part: int, rou
     uniforms = rng.random(rows)
     given = np.stack([*options[:3], np.log(np.maximum(options[3], 1e-300)), uniforms])
     got = sampling_kernels.draw(BACKEND.from_numpy(logits), BACKEND.from_numpy(given), part, rounds, 4, part // 2, part)
-    types = np.float32, np.int64, np.float32, np.float32, np.float64
-    kinds = [np.asarray(x, t) for x, t in zip([*options, uniforms], types, strict=True)]
-    np.testing.assert_array_equal(BACKEND.to_numpy(got), sample_rows(torch.from_numpy(logits), *kinds))
+    types = np.float32, np.int64, np.float32, np.float32
+    kinds = SamplingOptions(*(np.asarray(x, t) for x, t in zip(options, types, strict=True)))
+    np.testing.assert_array_equal(BACKEND.to_numpy(got), sample_rows(torch.from_numpy(logits), kinds, uniforms))
 
 
 @pytest.mark.parametrize(("rounds", "most"), [(0, 4096), (1, 4096), (3, 32)])

@@ -20,6 +20,7 @@ from quire.kernels.backend import (
     Backend,
     DeviceTokens,
     Penalties,
+    SamplingOptions,
     TopLogprobs,
 )
 from quire.kernels.cpu import (
@@ -356,22 +357,11 @@ class CPUBackend(HostMemory, Backend):
     def greedy(self, logits: np.ndarray) -> np.ndarray:
         return self._maxima_of(logits).tokens
 
-    def sample(
-        self,
-        logits: np.ndarray,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniforms: np.ndarray,
-    ) -> np.ndarray:
+    def sample(self, logits: np.ndarray, options: SamplingOptions, uniforms: np.ndarray) -> np.ndarray:
         maxima = self._maxima_of(logits)
-        if not temperature.any():
+        if not options.temperature.any():
             return maxima.tokens
-        options = (_array(values, np.float64) for values in (top_p, min_p, uniforms))
-        return sampling.sample(
-            self._launcher, maxima, _array(temperature, np.float64), _array(top_k, np.int64), *options
-        )
+        return sampling.sample(self._launcher, maxima, options, uniforms)
 
     def _maxima_of(self, logits: np.ndarray) -> RowMaxima:
         """Return the maxima that `rows_finite` has computed for these logits, or compute them."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import literal_unroll
 
+from quire.kernels.backend import SamplingOptions
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op, share
 from quire.kernels.cpu.pointers import f32_ptr, f64_ptr, float64_from_bits, i32_ptr, i64_ptr, u8_ptr
@@ -555,19 +556,10 @@ def draw_rows(args, first, last, scratch):
                 tokens[r] = draw(bits, logits, at, size, maxima, groups_at, chunks, tops[r], options, scratch, keys)
 
 
-def sample(
-    launcher: Launcher,
-    known: RowMaxima,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniforms: np.ndarray,
-) -> np.ndarray:
+def sample(launcher: Launcher, known: RowMaxima, options: SamplingOptions, uniforms: np.ndarray) -> np.ndarray:
     """Choose one token per row -> int64 [R], see `Backend.sample`. Rows that are not finite get `known.tokens`.
 
-    Options are contiguous: top_k int64, the others float64. Where all temperatures are zero, `known.tokens` is the
-    answer already.
+    Where all temperatures are zero, `known.tokens` is the answer already.
     """
     rows, size = known.logits.shape
     tokens = launcher.empty((rows,), np.int64)
@@ -575,8 +567,9 @@ def sample(
     keys = launcher.empty((shares, size), np.int64)
     source = known.logits, known.stride, size
     found = known.maxima, known.chunks, known.tops, known.tokens, known.finite
-    options = temperature, top_k, top_p, min_p, uniforms
-    args = *source, *found, *options, tokens, keys, rows, shares
+    dtypes = np.float64, np.int64, np.float64, np.float64, np.float64
+    columns = map(np.ascontiguousarray, (*options, uniforms), dtypes)
+    args = *source, *found, *columns, tokens, keys, rows, shares
     launcher.emit(draw_rows, *args, items=shares, work=64 * rows * size, grain=1)
     return tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.kernels.backend import DeviceTokens, Penalties, TopLogprobs
+from quire.kernels.backend import DeviceTokens, Penalties, SamplingOptions, TopLogprobs
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.kernel_args import power_of_two
 from quire.kernels.gpu.logits_kernels import (
@@ -114,27 +114,17 @@ class SamplingOps(ArrayOps):
             join_largest[(rows,)](tops, places, pieces, tokens, finite, power_of_two(most), num_warps=1)
         return tokens, finite
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniforms: np.ndarray,
-    ) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, options: SamplingOptions, uniforms: np.ndarray) -> torch.Tensor:
         """Three launches, six for few rows, or the two of `greedy` if no temperature is set."""
-        if not temperature.any():
+        if not options.temperature.any():
             return self.greedy(logits)
-        options = np.empty((5, len(temperature)))
-        options[0], options[1], options[2], options[4] = temperature, top_k, top_p, uniforms
         with np.errstate(divide="ignore"):
-            np.log(min_p, out=options[3], dtype=np.float64)
+            options = options._replace(min_p=np.log(options.min_p, dtype=np.float64))
         rows, size = logits.shape
         few = self.draw_key(rows) == "few rows"
         choice = self.tuned_configs.get("draw", self.draw_key(rows), PIECES if few else DRAW)
         warps, weigh, read = choice["warps"], choice["weigh"], choice["read"]
-        given = self.from_numpy(options)
+        given = self.from_numpy(np.array((*options, uniforms), np.float64))
         if not few or size <= weigh:
             return draw(logits, given, PART, 1, warps, weigh, read)
         part = -(-size * rows // (self.num_sms * weigh)) * weigh  # so that all pieces are looked at at once

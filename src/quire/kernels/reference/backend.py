@@ -24,6 +24,7 @@ from quire.kernels.backend import (
     DeviceTokens,
     LinearWeight,
     Penalties,
+    SamplingOptions,
     Tensor,
     TopLogprobs,
 )
@@ -545,16 +546,8 @@ class ReferenceBackend(HostMemory, Backend):
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.stack([(row == row.amax()).to(torch.uint8).argmax() for row in logits])
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        temperature: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        uniforms: np.ndarray,
-    ) -> torch.Tensor:
-        return self.from_numpy(sample_rows(logits, temperature, top_k, top_p, min_p, uniforms))
+    def sample(self, logits: torch.Tensor, options: SamplingOptions, uniforms: np.ndarray) -> torch.Tensor:
+        return self.from_numpy(sample_rows(logits, options, uniforms))
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         return top_logprobs(logits, chosen, k)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from quire.kernels.backend import TopLogprobs
+from quire.kernels.backend import SamplingOptions, TopLogprobs
 
 
 def sample_row(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
@@ -34,18 +34,11 @@ def sample_row(logits: torch.Tensor, temperature: float, top_k: int, top_p: floa
     return int(order[int((cumulative <= goal).sum())])
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniforms: np.ndarray,
-) -> np.ndarray:
+def sample_rows(logits: torch.Tensor, options: SamplingOptions, uniforms: np.ndarray) -> np.ndarray:
     """Apply `sample_row` to each row of logits [R, V] -> int64 [R]."""
     host = logits.float().cpu()
-    settings = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), uniforms.tolist(), strict=True)
-    return np.array([sample_row(host[r], *row) for r, row in enumerate(settings)], dtype=np.int64)
+    rows = zip(host, *(column.tolist() for column in (*options, uniforms)), strict=True)
+    return np.array([sample_row(*row) for row in rows], dtype=np.int64)
 
 
 def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
