@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.train.ladder import CONTEXT, climb, main, rungs
+from quire.train.ladder import CONTEXT, train_variants, main, variants
 
 # Which letter follows depends on the one two places back, so one character of context is not enough.
 PATTERN = "abcacbbcabacaabbcc\n" * 80
 
 
 def test_the_perceptron_on_65_characters_has_33217_parameters() -> None:
-    model = rungs(65)["perceptron"]()
+    model = variants(65)["perceptron"]()
     assert sum(parameter.numel() for parameter in model.parameters()) == 33_217
 
 
-def test_every_rung_is_larger_than_the_one_below_and_sees_no_future() -> None:
+def test_every_variant_is_larger_than_the_one_before_and_sees_no_future() -> None:
     torch.manual_seed(0)
     sizes = []
-    for build in rungs(65).values():
+    for build in variants(65).values():
         model = build().eval()
         sizes.append(sum(parameter.numel() for parameter in model.parameters()))
         ids = torch.randint(0, 65, (1, CONTEXT))
@@ -34,13 +34,13 @@ def test_every_rung_is_larger_than_the_one_below_and_sees_no_future() -> None:
 
 @pytest.mark.slow
 def test_context_lowers_the_loss_where_the_text_needs_it() -> None:
-    by_name = {rung.name: rung.val_loss for rung in climb(PATTERN, steps=30)}
+    by_name = {result.name: result.val_loss for result in train_variants(PATTERN, steps=30)}
     perceptron, *_, complete = by_name.values()
     assert complete < by_name["+ attention with RoPE"] < perceptron
     assert complete < 0.5 * perceptron
 
 
-def test_the_command_prints_one_line_per_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_line_per_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text(PATTERN)
     assert main(["--data", str(tmp_path / "text"), "--steps", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(rungs(4))
+    assert len(capsys.readouterr().out.splitlines()) == len(variants(4))

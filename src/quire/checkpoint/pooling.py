@@ -56,9 +56,8 @@ def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") ->
     if runner == "generate" and convert in ("embed", "classify"):
         raise ConfigError(f"convert {convert} contradicts runner generate", param="convert")
     modules = _read_modules(info)
-    if runner == "generate" or (
-        made_for is None and runner == "auto" and convert in ("auto", "none") and modules is None
-    ):
+    generates = made_for is None and runner == "auto" and convert in ("auto", "none") and modules is None
+    if runner == "generate" or generates:
         return info
     if made_for is not None and convert in ("embed", "classify") and convert != made_for:
         raise ConfigError(f"convert is {convert!r}, but {info.architecture} is made to {made_for}", param="convert")
@@ -175,11 +174,8 @@ def _read_modules(info: ModelInfo) -> PoolingSpec | None:
             found = replace(found, dense=(*found.dense, _dense(fields, folder)))
         else:
             last = info.vocab_size - 1
-            true_id, false_id = (
-                fields.integer("true_token_id", high=last),
-                fields.integer("false_token_id", None, high=last),
-            )
-            found = replace(found, task="classify", logit_score=LogitScore(true_id, false_id))
+            ids = fields.integer("true_token_id", high=last), fields.integer("false_token_id", None, high=last)
+            found = replace(found, task="classify", logit_score=LogitScore(*ids))
     return found
 
 

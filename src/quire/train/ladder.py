@@ -93,7 +93,7 @@ class SwiGLUHead(nn.Module):
 
 
 def block_config(vocab_size: int) -> ModelConfig:
-    """Sizes that all rungs share."""
+    """Sizes that all variants share."""
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=WIDTH,
@@ -106,7 +106,7 @@ def block_config(vocab_size: int) -> ModelConfig:
     )
 
 
-def rungs(vocab_size: int) -> dict[str, Callable[[], CharacterModel]]:
+def variants(vocab_size: int) -> dict[str, Callable[[], CharacterModel]]:
     """Name and builder of each model, from the simplest to the complete one."""
     config = block_config(vocab_size)
 
@@ -125,7 +125,7 @@ def rungs(vocab_size: int) -> dict[str, Callable[[], CharacterModel]]:
 
 
 @dataclass(frozen=True)
-class Rung:
+class VariantResult:
     """What one model reached."""
 
     name: str
@@ -133,14 +133,14 @@ class Rung:
     val_loss: float
 
 
-def climb(text: str, steps: int, seed: int = 0, learning_rate: float = 2e-3) -> list[Rung]:
-    """Train every rung for `steps` steps on the first nine tenths of `text`; losses are in nats on the rest."""
+def train_variants(text: str, steps: int, seed: int = 0, learning_rate: float = 2e-3) -> list[VariantResult]:
+    """Train every variant for `steps` steps on the first nine tenths of `text`; losses are in nats on the rest."""
     alphabet = sorted(set(text))
     index = {character: number for number, character in enumerate(alphabet)}
     ids = torch.tensor([index[character] for character in text])
     cut = len(ids) * 9 // 10
     results = []
-    for name, build in rungs(len(alphabet)).items():
+    for name, build in variants(len(alphabet)).items():
         torch.manual_seed(seed)
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
@@ -152,7 +152,7 @@ def climb(text: str, steps: int, seed: int = 0, learning_rate: float = 2e-3) -> 
         torch.manual_seed(seed)
         with torch.no_grad():
             val_loss = float(_loss(model, ids[cut:], rows=8 * ROWS))
-        results.append(Rung(name, sum(parameter.numel() for parameter in model.parameters()), val_loss))
+        results.append(VariantResult(name, sum(parameter.numel() for parameter in model.parameters()), val_loss))
     return results
 
 
@@ -164,14 +164,16 @@ def _loss(model: CharacterModel, ids: Tensor, rows: int) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print one line per rung."""
+    """Print one line per variant."""
     parser = argparse.ArgumentParser(description="Show what each component of a Llama buys on a character text.")
     parser.add_argument("--data", required=True, help="text file")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    for rung in climb(Path(args.data).read_text(encoding="utf-8"), args.steps, args.seed):
-        sys.stdout.write(f"{rung.name:<24} {rung.num_parameters:>9} parameters   validation loss {rung.val_loss:.3f}\n")
+    for result in train_variants(Path(args.data).read_text(encoding="utf-8"), args.steps, args.seed):
+        sys.stdout.write(
+            f"{result.name:<24} {result.num_parameters:>9} parameters   validation loss {result.val_loss:.3f}\n"
+        )
     return 0
 
 

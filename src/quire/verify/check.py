@@ -44,7 +44,7 @@ class LayerErrors:
     output: float
 
     def worst(self) -> float:
-        """Return the largest of the errors that a reader would look at."""
+        """Return the largest of `values`, `scores` and `output`."""
         return max(self.values, self.scores, self.output)
 
 

@@ -88,49 +88,49 @@ class Oracle:
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """Return the logits after each token, float32 [T, V], or its hidden states [T, H] of embedding models."""
-        import torch
-
-        if self._info.pooling is not None:
-            body = getattr(self._model, self._model.base_model_prefix, self._model)
-            with torch.inference_mode():
-                hidden: np.ndarray = body(torch.tensor([token_ids])).last_hidden_state[0].float().numpy()
-            return hidden
-        with torch.inference_mode():
-            found: np.ndarray = self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
-        return found
+        if self._info.pooling is None:
+            return _as_numpy(_run(self._model, token_ids, use_cache=False).logits)
+        body = getattr(self._model, self._model.base_model_prefix, self._model)
+        return _as_numpy(_run(body, token_ids).last_hidden_state)
 
     def scores(self, token_ids: list[int]) -> np.ndarray | None:
         """Return the logits of a text's classes, float32 [N]; None for other models."""
-        import torch
-
         if not self._info.architecture.endswith("ForSequenceClassification"):
             return None
-        with torch.inference_mode():
-            found: np.ndarray = self._model(torch.tensor([token_ids])).logits[0].float().numpy()
-        return found
+        return _as_numpy(_run(self._model, token_ids).logits)
 
     def trace(self, token_ids: list[int]) -> list[LayerTrace]:
         """Return the traces of all attention layers; none if the model takes no attention function."""
-        import torch
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
         if not self._model._supports_attention_backend:
             return []
-        seen: list[LayerTrace] = []
+        traces: list[LayerTrace] = []
         name = f"quire_trace_{next(_numbers)}"
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
             output, trace = _attention(query, key, value, mask, options)
-            seen.append(trace)
+            traces.append(trace)
             return output, None
 
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, eager_mask)
-        model = self._load(name)
-        with torch.inference_mode():
-            model(torch.tensor([token_ids]), **({} if self._info.pooling else {"use_cache": False}))
-        return seen
+        _run(self._load(name), token_ids, **({} if self._info.pooling else {"use_cache": False}))
+        return traces
+
+
+def _run(model: Any, token_ids: list[int], **options: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids]), **options)
+
+
+def _as_numpy(batch: Any) -> np.ndarray:
+    """Return the only row of a batch in float32."""
+    found: np.ndarray = batch[0].float().numpy()
+    return found
 
 
 def _state(info: ModelInfo, load_format: str) -> dict[str, Any]:
