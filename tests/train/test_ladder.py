@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.train.ladder import CONTEXT, train_variants, main, variants
+from quire.train.ladder import CONTEXT, main, train_variants, variants
 
 # Which letter follows depends on the one two places back, so one character of context is not enough.
 PATTERN = "abcacbbcabacaabbcc\n" * 80
