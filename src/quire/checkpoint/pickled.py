@@ -15,7 +15,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from quire.checkpoint.files import regular_file_size
-from quire.checkpoint.safetensors import PICKLE_SUFFIXES, read_index
+from quire.checkpoint.safetensors import HEADER_DTYPES, PICKLE_SUFFIXES, read_index
 from quire.checkpoint.tensor import HostTensor
 from quire.checkpoint.weights import Checkpoint, StoredTensor
 from quire.errors import ModelError
@@ -26,20 +26,6 @@ EXTRA = "pip install 'quire[reference]'"
 # What trainers leave beside weights.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
 WRAPPERS = ("state_dict", "model", "module")  # keys under which some programs save the weights
-# torch's dtype -> (name in a safetensors header, of HostTensor)
-_DTYPES = {
-    "float64": ("F64", "float64"),
-    "float32": ("F32", "float32"),
-    "float16": ("F16", "float16"),
-    "bfloat16": ("BF16", "bfloat16"),
-    "int64": ("I64", "int64"),
-    "int32": ("I32", "int32"),
-    "int8": ("I8", "int8"),
-    "uint8": ("U8", "uint8"),
-    "bool": ("BOOL", "bool"),
-    "float8_e4m3fn": ("F8_E4M3", "float8_e4m3"),
-    "float8_e5m2": ("F8_E5M2", "float8_e5m2"),
-}
 
 
 def open_pickles(folder: Path) -> Checkpoint:
@@ -50,11 +36,16 @@ def open_pickles(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder)
     for path in paths:
         for name, tensor in _load(path).items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            header = _DTYPES[dtype][0] if dtype in _DTYPES else dtype
+            dtype = _dtype(tensor)
+            header = HEADER_DTYPES.get(dtype, dtype)
             size = tensor.numel() * tensor.element_size()
             checkpoint.add(name, StoredTensor(path, header, tuple(tensor.shape), size, partial(_read, tensor)))
     return checkpoint
+
+
+def _dtype(tensor: Any) -> str:
+    """Return the dtype as `HostTensor` names it: torch has an "fn" behind float8_e4m3, for finite numbers only."""
+    return str(tensor.dtype).removeprefix("torch.").removesuffix("fn")
 
 
 def _read(tensor: Any) -> HostTensor:
@@ -62,7 +53,7 @@ def _read(tensor: Any) -> HostTensor:
     import torch
 
     tensor = tensor.detach().contiguous()
-    dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")][1]
+    dtype = _dtype(tensor)
     if dtype == "bfloat16":
         return HostTensor(tensor.view(torch.int16).numpy().view("u2"), dtype)
     if dtype.startswith("float8"):

@@ -28,7 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # name in the header -> (numpy type of the stored bits, HostTensor.dtype or None where we cannot compute with it)
-_DTYPES: dict[str, tuple[str, str | None]] = {
+DTYPES: dict[str, tuple[str, str | None]] = {
     "F64": ("<f8", "float64"),
     "F32": ("<f4", "float32"),
     "F16": ("<f2", "float16"),
@@ -47,6 +47,7 @@ _DTYPES: dict[str, tuple[str, str | None]] = {
     "F8_E5M2": ("u1", "float8_e5m2"),
     "F8_E8M0": ("u1", "float8_e8m0"),
 }
+HEADER_DTYPES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class SafetensorsFile:
     def read(self, name: str) -> HostTensor:
         """Return a read-only view of the tensor (a copy only if it lies unaligned in the file)."""
         entry = self.entries[name]
-        storage, dtype = _DTYPES[entry.dtype]
+        storage, dtype = DTYPES[entry.dtype]
         if dtype is None:
             raise ModelError(f"{self.path}: tensor {echo(name)} has dtype {entry.dtype}, which is not supported here")
         stored = self._file.view(self._data_start + entry.begin, self._data_start + entry.end)
@@ -102,14 +103,14 @@ def _check_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ModelError(f"{where}: bad header entry {echo(entry)} (expected dtype, shape and data_offsets)")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ModelError(f"{where}: unknown dtype {echo(dtype)} (expected one of {', '.join(_DTYPES)})")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ModelError(f"{where}: unknown dtype {echo(dtype)} (expected one of {', '.join(DTYPES)})")
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
         raise ModelError(f"{where}: bad shape {echo(shape)} (expected a list of sizes)")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
         raise ModelError(f"{where}: bad data_offsets {echo(offsets)} (expected [begin, end] with 0 <= begin <= end)")
     begin, end = offsets
-    expected = math.prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize
+    expected = math.prod(shape) * np.dtype(DTYPES[dtype][0]).itemsize
     if end - begin != expected:
         raise ModelError(
             f"{where}: data_offsets [{echo(begin)}, {echo(end)}] do not fit shape {echo(shape)} of {dtype} "

@@ -16,13 +16,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from quire.checkpoint.safetensors import DTYPES, HEADER_DTYPES
 from quire.checkpoint.tensor import Tensor
-from quire.checkpoint.weights import Checkpoint, StoredTensor
+from quire.checkpoint.weights import FLOAT_DTYPES, Checkpoint, StoredTensor
 from quire.errors import ModelError
 
 GROUPS = (64, 32)  # of 4-bit weights, the first that divides the rows of all of them
 ROWS = 1024  # that are quantized at a time
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int8": "I8"}
 _LINEAR = re.compile(
     r"\.(?:\w+_proj|w[123])\.weight$"
 )  # weights of linear layers; routers and heads keep their numbers
@@ -44,8 +44,8 @@ Store = Callable[[Tensor, str], np.ndarray]
 def plain_parts(checkpoint: Checkpoint, dtype: str, store: Store) -> Iterator[Part]:
     """Yield every tensor of `checkpoint` in `dtype`; integers stay what they are."""
     for name, entry in checkpoint.tensors.items():
-        if entry.dtype in ("F64", "F32", "F16", "BF16"):
-            yield Part(name, CODES[dtype], entry.shape, partial(_rows, entry, dtype, store))
+        if entry.dtype in FLOAT_DTYPES:
+            yield Part(name, HEADER_DTYPES[dtype], entry.shape, partial(_rows, entry, dtype, store))
         else:
             yield Part(name, entry.dtype, entry.shape, partial(_whole, entry))
 
@@ -94,7 +94,7 @@ def write_safetensors(path: Path, parts: list[Part]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for part in parts:
-        size = math.prod(part.shape) * {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}.get(part.dtype, 1)
+        size = math.prod(part.shape) * np.dtype(DTYPES[part.dtype][0]).itemsize
         header[part.name] = {
             "dtype": part.dtype,
             "shape": list(part.shape),

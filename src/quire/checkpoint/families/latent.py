@@ -9,7 +9,7 @@ from quire.checkpoint.files import Fields
 
 
 def _rotated_part(fields: Fields) -> dict[str, Any]:
-    """Only a part of each head is rotated; it is what positions have to do with, and of no use to guess."""
+    """Return the rotated part of each head as `head_dim`, from which the rotary table is made; it has no default."""
     return {"head_dim": fields.integer("qk_rope_head_dim", low=2, high=2**16)}
 
 
