@@ -80,6 +80,11 @@ class Option:
         needs: a value other than the default means nothing unless one of these fields is set.
         refused: exists elsewhere, but cannot be honoured, for this reason.
         names: other interfaces that know the field, each as "interface", or "interface.name" where it has another name.
+        affects: what of a result it changes: the "text", the "number" of texts, their "logprobs", the "prompt", or
+            the "prompt_logprobs".
+        front_end: the front end alone acts on it; the engine gets the default.
+        token_ids: the value has token ids, which must be in the vocabulary.
+        tokenizer: a value other than the default needs a tokenizer.
         optional: whether None is a value (by the field's type).
     """
 
@@ -88,6 +93,10 @@ class Option:
     needs: tuple[str, ...] = ()
     refused: str = ""
     names: tuple[str, ...] = ()
+    affects: str = "text"
+    front_end: bool = False
+    token_ids: bool = False
+    tokenizer: bool = False
     optional: bool = False
 
 
@@ -275,9 +284,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             colon, double quote, and asterisk.
     """
 
-    n: Annotated[int, Option(_integer(1, MAX_N), "Completions per prompt; with beam search, beams.")] = 1
+    n: Annotated[
+        int,
+        Option(
+            _integer(1, MAX_N), "Completions per prompt; with beam search, beams.", affects="number", front_end=True
+        ),
+    ] = 1
     best_of: Annotated[
-        int | None, Option(_integer(1, MAX_N), "Generate so many completions and return the n most likely ones.")
+        int | None,
+        Option(
+            _integer(1, MAX_N),
+            "Generate so many completions and return the n most likely ones.",
+            affects="number",
+            front_end=True,
+        ),
     ] = None
     presence_penalty: Annotated[
         float, Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before.", names=OLLAMA)
@@ -326,13 +346,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = None
     stop: Annotated[
         list[str] | str | None,
-        Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.", names=OLLAMA),
+        Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.", names=OLLAMA, tokenizer=True),
     ] = None
     stop_token_ids: Annotated[
-        list[int] | None, Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated.")
+        list[int] | None,
+        Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated.", token_ids=True),
     ] = None
     bad_words: Annotated[
-        list[str] | None, Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.")
+        list[str] | None,
+        Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.", tokenizer=True),
     ] = None
     ignore_eos: Annotated[bool, Option(check_bool, "Go on after the end-of-text token.")] = False
     max_tokens: Annotated[int | None, Option(_integer(1), "Most tokens to generate.", names=("hf.max_new_tokens",))] = (
@@ -340,22 +362,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     )
     min_tokens: Annotated[int, Option(_integer(0), "Bar the end-of-text token before so many tokens.")] = 0
     logprobs: Annotated[
-        int | None, Option(_check_logprobs, "Report the log-probability of each token and of so many alternatives.")
+        int | None,
+        Option(
+            _check_logprobs, "Report the log-probability of each token and of so many alternatives.", affects="logprobs"
+        ),
     ] = None
-    prompt_logprobs: Annotated[int | None, Option(_check_logprobs, "The same for each token of the prompt.")] = None
+    prompt_logprobs: Annotated[
+        int | None, Option(_check_logprobs, "The same for each token of the prompt.", affects="prompt_logprobs")
+    ] = None
     logit_bias: Annotated[
         dict[int, float] | None, Option(_check_logit_bias, "JSON object of token id to a number added to its logit.")
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
         Option(
-            _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1), "Token id that may be generated, nothing else; may be repeated."
+            _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1),
+            "Token id that may be generated, nothing else; may be repeated.",
+            token_ids=True,
         ),
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, Option(_integer(1), "Keep only the last so many tokens of the prompt.")
+        int | None, Option(_integer(1), "Keep only the last so many tokens of the prompt.", affects="prompt")
     ] = None
-    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs)] = None
+    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, front_end=True)] = (
+        None
+    )
     thinking_token_budget: Annotated[int | None, Option(_integer_or_unset(-1), "Most tokens of reasoning.")] = None
     detokenize: Annotated[bool, Option(check_bool)] = True
     skip_special_tokens: Annotated[bool, Option(check_bool, "Leave special tokens out of the text.")] = True
@@ -366,12 +397,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: Annotated[
         bool, Option(check_bool, "Keep the blanks that a tokenizer puts beside special tokens.", needs=("detokenize",))
     ] = True
-    stream_interval: Annotated[int | None, Option(_integer(1))] = None
+    stream_interval: Annotated[int | None, Option(_integer(1), front_end=True)] = None
     logprob_token_ids: Annotated[
         list[int] | None,
         Option(
             _token_ids(MAX_LOGPROB_TOKEN_IDS, least=1),
             "Report the log-probability of this token id at each position; may be repeated.",
+            affects="logprobs",
+            token_ids=True,
         ),
     ] = None
     prompt_logprob_token_ids: Annotated[
@@ -380,12 +413,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprob_start: Annotated[
         int | None,
         Option(
-            _integer(0), "First position of the prompt whose log-probability is reported.", needs=("prompt_logprobs",)
+            _integer(0),
+            "First position of the prompt whose log-probability is reported.",
+            needs=("prompt_logprobs",),
+            affects="prompt_logprobs",
         ),
     ] = None
-    flat_logprobs: Annotated[bool, Option(check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"))] = (
-        False
-    )
+    flat_logprobs: Annotated[
+        bool,
+        Option(
+            check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"), affects="logprobs", front_end=True
+        ),
+    ] = False
     skip_reading_prefix_cache: Annotated[bool, Option(check_bool)] = False
     skip_clone: Annotated[bool, Option(check_bool)] = False
     repetition_detection: Annotated[RepetitionDetectionParams | None, Option(_check_repetition)] = None
@@ -650,3 +689,8 @@ NEEDS = {name: option.needs for name, option in OPTIONS.items() if option.needs}
 _CHECKS = _checks_of(OPTIONS)
 _BEAM_CHECKS = _checks_of(_options_of(BeamSearchParams))
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+# Changes that take the front end's own options, or the log-probabilities of the prompt, out of a request.
+WITHOUT_FRONT_END = {name: DEFAULTS[name] for name, option in OPTIONS.items() if option.front_end}
+WITHOUT_PROMPT_LOGPROBS = {
+    name: DEFAULTS[name] for name, option in OPTIONS.items() if option.affects == "prompt_logprobs"
+}

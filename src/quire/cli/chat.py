@@ -29,21 +29,13 @@ from quire.cli.offline import (
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 from quire.options import option, option_fields
-from quire.sampling_params import RequestOutputKind, SamplingParams, with_recommended
+from quire.sampling_params import OPTIONS, RequestOutputKind, SamplingParams, with_recommended
 
 Message = dict[str, str]
 # Removed from replies, so that a model cannot send escape sequences to the terminal.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
-NOT_FOR_CHAT = (
-    "n",
-    "best_of",
-    "logprobs",
-    "prompt_logprobs",
-    "prompt_logprob_start",
-    "logprob_token_ids",
-    "truncate_prompt_tokens",
-)
+NOT_FOR_CHAT = tuple(name for name, field in OPTIONS.items() if field.affects != "text")
 
 
 class ChatModel(Protocol):

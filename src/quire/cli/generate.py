@@ -36,6 +36,7 @@ from quire.options import option
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import (
     MAX_LENGTH_PENALTY,
+    OPTIONS,
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
@@ -252,8 +253,8 @@ def run(values: dict[str, Any]) -> int:
 
 def _needs_lines(sampling: dict[str, Any]) -> bool:
     """Whether the result is more than one text."""
-    scores = ("logprobs", "prompt_logprobs", "logprob_token_ids")
-    return sampling.get("n", 1) > 1 or any(name in sampling for name in scores)
+    scored = any(OPTIONS[name].affects in ("logprobs", "prompt_logprobs") for name in sampling)
+    return scored or sampling.get("n", 1) > 1
 
 
 def _prompts(options: GenerateOptions) -> list[PromptLine]:

@@ -30,12 +30,23 @@ from quire.frontend.sequence_breakers import SequenceBreakerIndex, Spelling
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
+    OPTIONS,
+    WITHOUT_FRONT_END,
+    WITHOUT_PROMPT_LOGPROBS,
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
 )
 from quire.tokenizer.tokenizer import check_text
 
+TOKEN_ID_OPTIONS = [name for name, option in OPTIONS.items() if option.token_ids]
+TOKENIZER_OPTIONS = [name for name, option in OPTIONS.items() if option.tokenizer]
+# Fields of a beam search that are sampling parameters of its beams.
+BEAM_OPTIONS = [
+    name
+    for name in BeamSearchParams.__struct_fields__
+    if name in OPTIONS and OPTIONS[name].affects == "text" and not OPTIONS[name].front_end
+]
 CHECKED_AT_ONCE = 65536
 MAX_SALT_LENGTH = 1024
 MAX_TENANT_LENGTH = 256
@@ -216,7 +227,7 @@ class InputProcessor:
         seeds = [child_seed(seed, index) for index in range(count)]
         first = rest = _params_of_one(params)
         if first.prompt_logprobs is not None:
-            rest = first.clone(prompt_logprobs=None, prompt_logprob_start=None)
+            rest = first.clone(**WITHOUT_PROMPT_LOGPROBS)
         return [
             msgspec.structs.replace(
                 request,
@@ -251,9 +262,10 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
         if params.output_kind not in list(RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, got {echo(params.output_kind)}")
-        check_ids(params.stop_token_ids or [], vocab_size, "stop_token_ids")
-        if params.allowed_token_ids is not None:
-            check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+        for name in TOKEN_ID_OPTIONS:
+            # An adapter's own tokens have no log-probabilities.
+            size = self.vocab_size if OPTIONS[name].affects == "logprobs" else vocab_size
+            check_ids(getattr(params, name) or [], size, name)
         for token in params.logit_bias or {}:
             if token >= vocab_size:
                 raise RequestError(f"logit_bias has token id {echo(token)} >= vocab {vocab_size}", param="logit_bias")
@@ -265,7 +277,7 @@ class InputProcessor:
                     param="logits_processors",
                 )
         if self.tokenizer is None:
-            for name in ("stop", "bad_words"):
+            for name in TOKENIZER_OPTIONS:
                 if getattr(params, name):
                     raise RequestError(f"{name} needs a tokenizer, and this engine runs without one", param=name)
             if params.dry_multiplier and params.dry_sequence_breakers != []:
@@ -289,7 +301,6 @@ class InputProcessor:
                     param=name,
                     code="integer_above_max_value",
                 )
-        check_ids(params.logprob_token_ids or [], self.vocab_size, "logprob_token_ids")
         if (params.prompt_logprob_start or 0) >= num_prompt_tokens:
             raise RequestError(
                 f"prompt_logprob_start must be at most {num_prompt_tokens - 1}, the last position of the prompt, got "
@@ -342,26 +353,13 @@ def _params_of_one(params: SamplingParams) -> SamplingParams:
         return params
     ranked = params.num_sequences > params.n and not params.returns_logprobs
     # The engine gets the grammar; the schema it was compiled from may be large. The front shapes the outputs.
-    return params.clone(
-        n=1,
-        best_of=None,
-        logprobs=0 if ranked else params.logprobs,
-        structured_outputs=None,
-        flat_logprobs=False,
-        stream_interval=None,
-    )
+    return params.clone(**WITHOUT_FRONT_END, logprobs=0 if ranked else params.logprobs)
 
 
 def _params_of_beams(params: BeamSearchParams) -> SamplingParams:
     """Return the sampling parameters under which a beam's tokens become text."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    shared = {name: getattr(params, name) for name in BEAM_OPTIONS}
+    return SamplingParams(**shared, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.engine_request import EngineRequest, ResumedSequence
+from quire.sampling_params import WITHOUT_PROMPT_LOGPROBS
 
 REST = "/rest"  # suffix of the id of a request, of which some sequences have tokens: the others
 
@@ -102,7 +103,7 @@ def _unfinished(request: EngineRequest, sequences: dict[str, Progress]) -> list[
     found = []
     if started:
         # The log-probabilities of the prompt were delivered.
-        params = request.sampling_params.clone(prompt_logprobs=None, prompt_logprob_start=None)
+        params = request.sampling_params.clone(**WITHOUT_PROMPT_LOGPROBS)
         resumed = [
             ResumedSequence([*item.token_ids], item.sampler_state) for item in (sequences[n] for n, _ in started)
         ]
