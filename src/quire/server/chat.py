@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -13,30 +14,29 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError, rename_field
-from quire.frontend.formats.message import Event, MessageSpec
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.prompts import TextParams
 from quire.frontend.tools import explain, requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
-from quire.server.chat_message import ChoiceReader, PlainParser, delta, whole_message
+from quire.server.chat_message import ChoiceReader, delta, whole_message
 from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
-    ChunkUsage,
+    ChoiceUpdate,
+    Chunk,
+    ChunkWork,
     Generation,
-    Usage,
     check_stream_fields,
     count_ids,
-    joined_events,
     recommended,
     request_params,
     size_of,
 )
-from quire.server.json_io import THREAD_CHARS, run_in_thread_if
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import ChatCompletionRequest, body_schema
-from quire.server.streaming import DONE, EventStream, event, merge
+from quire.server.streaming import EventStream
 from quire.server.templates import check_template, template_arguments
 from quire.server.tokenize import with_special_tokens
 
@@ -52,27 +52,20 @@ async def create_chat_completion(request: Request) -> Response:
     await generation.start()
     if body.stream:
         return EventStream(generation.events(), generation.close)
-    return await generation.answer(generation.build)
-
-
-class ChoiceUpdate(NamedTuple):
-    """What one output adds to one choice: its tokens, the events in its message, and the reader of its text."""
-
-    output: CompletionOutput
-    events: list[Event]
-    reader: ChoiceReader
+    return await generation.answer()
 
 
 class ChatCompletion(Generation):
-    """A chat request: made, started, read (by `updates`, `events`, or `answer` with `build`) and closed.
+    """A chat request.
 
     Attributes:
         message_spec: what the message may contain, set by `start`; None for nothing but content.
-        usage: token counts so far, set by `start`.
     """
 
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+
     body: ChatCompletionRequest
-    usage: Usage
 
     def __init__(self, context: ModelContext, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> None:
         super().__init__(context, body, prefix)
@@ -137,7 +130,6 @@ class ChatCompletion(Generation):
             marks = self.context.llm.front_model.reasoning_tokens(self.message_spec)
             self._reasoning = [] if marks is None else [ThinkingBudget(marks) for _ in range(self.body.n)]
         await self.submit([(token_ids, "messages")], self.params, self.message_spec)
-        self.usage = Usage(self.streams)
 
     def _message_spec(self, token_ids: list[int]) -> MessageSpec | None:
         """Return what the message may contain; None for nothing but content."""
@@ -170,15 +162,15 @@ class ChatCompletion(Generation):
         return error
 
     def reader(self) -> ChoiceReader:
-        """Return a reader for one choice."""
+        """As `Generation.reader`."""
         if self.message_spec is None:
-            return ChoiceReader(PlainParser())
+            return super().reader()
         parser = self.context.llm.front_model.message_format.parser(self.message_spec)
         return ChoiceReader(parser, named=self.tools.named, reasoning=self.body.include_reasoning)
 
-    def _count(self, output: RequestOutput) -> None:
-        """Count the new tokens of an output in `usage`."""
-        self.usage.add(0, output)
+    def count(self, index: int, output: RequestOutput) -> None:
+        """As `Generation.count`; tokens of reasoning are counted as well."""
+        super().count(index, output)
         if not self._reasoning:
             return
         for completion in output.outputs:
@@ -187,71 +179,34 @@ class ChatCompletion(Generation):
                 budget.accept(token_id)
         self.usage.reasoning_tokens = sum(budget.num_tokens for budget in self._reasoning)
 
-    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate], None]:
-        """Yield updates of one or several choices as they come; without `stream` in the body, everything at once.
-
-        Raises:
-            QuireError: a choice was aborted or failed.
-        """
-        readers = [self.reader() for _ in range(self.n)]
-
-        def read(output: RequestOutput) -> list[ChoiceUpdate]:
-            updates = []
-            for completion in output.outputs[: self.n]:
-                reader = readers[completion.index]
-                updates.append(ChoiceUpdate(completion, reader.read(completion.text, completion.finished), reader))
-            return updates
-
-        async for _, output in merge(self.streams):
-            self.check(output.outputs)
-            self._count(output)
-            size = sum([len(completion.text) for completion in output.outputs])
-            yield await run_in_thread_if(size > THREAD_CHARS, partial(read, output))
-
-    def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole response."""
+    def choices(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """As `Generation.choices`."""
         output = outputs[0]
-        self._count(output)
         choices = []
         for completion in output.outputs:
             reader = self.reader()
-            choices.append(
-                {
-                    "index": completion.index,
-                    "message": whole_message(reader, completion.text),
-                    **self.extras(completion),
-                    **_ending(completion, reader),
-                }
-            )
-        answer = {**self.head("chat.completion"), "choices": choices, "usage": self.usage.as_json()}
+            message = whole_message(reader, completion.text)
+            end = _ending(completion, reader)
+            choices.append({"index": completion.index, "message": message, **self.extras(completion), **end})
+        fields: dict[str, Any] = {"choices": choices}
         if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.body.return_token_ids:
-            answer["prompt_token_ids"] = output.prompt_token_ids
-        return self.add_metrics(answer)
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream: the role, the message in deltas, the finish reason; then usage."""
-        chunk_usage = ChunkUsage(self.body, self.usage)
-        head = self.head("chat.completion.chunk")
+    async def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
+        """As `Generation.chunks`: the role, the message in deltas, the finish reason."""
         choices: list[_StreamedChoice] = []
-        async for updates in self.updates():
-            data = b""
-            if not choices:
-                choices = [_StreamedChoice(self) for _ in range(self.n)]
-                data = b"".join([event(chunk_usage.put({**head, **extra})) for extra in self._first_chunks()])
-            items = [
-                (size_of([item.output]), partial(choices[item.output.index].events, item, chunk_usage, head))
-                for item in updates
-            ]
-            async for batch in joined_events(items, data):
-                yield batch
-        last = chunk_usage.last(self, head)
-        if last is not None:
-            yield event(last)
-        yield DONE
+        async with aclosing(self.updates()) as batches:
+            async for updates in batches:
+                step: list[ChunkWork] = [] if choices else [(0, self._first_chunks)]
+                choices = choices or [_StreamedChoice(self) for _ in range(self.n)]
+                yield step + [
+                    (size_of([item.output]), partial(choices[item.output.index].chunks, item)) for item in updates
+                ]
 
-    def _first_chunks(self) -> list[dict[str, Any]]:
+    def _first_chunks(self) -> list[Chunk]:
         ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
         # Content that may yet be null begins as null.
         first = {"role": "assistant", "content": "" if self.message_spec is None else None}
@@ -284,22 +239,19 @@ class _StreamedChoice:
         self._job = job
         self._pending: dict[str, Any] = {}  # fields about tokens whose text the parser still buffers
 
-    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        """Return the choice of each chunk: deltas, and the end. Fields about tokens go into the first one."""
+    def chunks(self, update: ChoiceUpdate) -> list[Chunk]:
+        """Return the chunks of an update: deltas, and the end. Fields about tokens go into the first one."""
         output, events, reader = update
-        deltas = [item for item in map(delta, events) if item is not None]
         self._add_pending(self._job.extras(output))
-        chunks = [
-            {"index": output.index, "delta": item, **self._take_pending(), "finish_reason": None} for item in deltas
+        parts = [
+            {"index": output.index, "delta": item, **self._take_pending(), "finish_reason": None}
+            for item in map(delta, events)
+            if item is not None
         ]
         if output.finished:
             last = {"content": ""} if reader.is_empty and self._job.message_spec is not None else {}
-            chunks.append({"index": output.index, "delta": last, **self._take_pending(), **_ending(output, reader)})
-        return chunks
-
-    def events(self, update: ChoiceUpdate, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
-        """Return the events of `chunks`."""
-        return b"".join([event(usage.put({**head, "choices": [choice]})) for choice in self.chunks(update)])
+            parts.append({"index": output.index, "delta": last, **self._take_pending(), **_ending(output, reader)})
+        return [{"choices": [part]} for part in parts]
 
     def _add_pending(self, extras: dict[str, Any]) -> None:
         pending = self._pending

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,18 @@ from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
     MAX_PROMPTS,
-    ChunkUsage,
+    Chunk,
+    ChunkWork,
     Generation,
-    Usage,
     check_stream_fields,
     count_ids,
-    joined_events,
     request_params,
     size_of,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import CompletionRequest, body_schema
-from quire.server.streaming import DONE, EventStream, event, merge
+from quire.server.streaming import EventStream
 from quire.server.tokenize import encode_text
 
 DEFAULT_MAX_TOKENS = 16
@@ -44,11 +44,13 @@ async def create_completion(request: Request) -> Response:
     await generation.start()
     if body.stream:
         return EventStream(generation.events(), generation.close)
-    return await generation.answer(generation.build)
+    return await generation.answer()
 
 
 class Completion(Generation):
     """A completions request."""
+
+    object_type = chunk_type = "text_completion"
 
     body: CompletionRequest
 
@@ -89,46 +91,37 @@ class Completion(Generation):
             ]
         await self.submit(prompts, self.params)
 
-    def build(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Return the whole response."""
-        usage = Usage(self.streams)
+    def count(self, index: int, output: RequestOutput) -> None:
+        """As `Generation.count`, but for a token that is thrown away."""
+        if not self.only_prompt:
+            super().count(index, output)
+
+    def choices(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """As `Generation.choices`."""
         choices = []
         for index, output in enumerate(outputs):
             shown = prompt_logprobs(output.prompt_logprobs) if self.body.prompt_logprobs is not None else None
             for completion in output.outputs:
                 choice = _Choice(self, index, completion.index, output.prompt_logprobs)
-                part = {**choice.part(completion), "prompt_logprobs": shown}
-                choices.append(part)
-            if not self.only_prompt:
-                usage.add(index, output)
-        return self.add_metrics({**self.head("text_completion"), "choices": choices, "usage": usage.as_json()})
+                choices.append({**choice.part(completion), "prompt_logprobs": shown})
+        return {"choices": choices}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        usage = Usage(self.streams)
-        chunk_usage = ChunkUsage(self.body, usage)
+    async def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
+        """As `Generation.chunks`."""
         choices: dict[tuple[int, int], _Choice] = {}
-        head = self.head("text_completion")
         prompts: dict[int, Sequence[TokenLogprobs | None] | None] = {}
-        async for index, output in merge(self.streams):
-            self.check(output.outputs)
-            prompts.setdefault(index, output.prompt_logprobs)
-            if not self.only_prompt:
-                usage.add(index, output)
-            items = []
-            for completion in output.outputs:
-                key = (index, completion.index)
-                if key not in choices:
-                    choices[key] = _Choice(self, index, completion.index, prompts[index])
-                choice = choices[key]
-                size = size_of([completion], None if choice.begun else choice.positions)
-                items.append((size, partial(choice.chunk, completion, chunk_usage, head)))
-            async for batch in joined_events(items):
-                yield batch
-        last = chunk_usage.last(self, head)
-        if last is not None:
-            yield event(last)
-        yield DONE
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                prompts.setdefault(index, output.prompt_logprobs)
+                step: list[ChunkWork] = []
+                for completion in output.outputs:
+                    key = (index, completion.index)
+                    if key not in choices:
+                        choices[key] = _Choice(self, index, completion.index, prompts[index])
+                    choice = choices[key]
+                    size = size_of([completion], None if choice.begun else choice.positions)
+                    step.append((size, partial(choice.chunks, completion)))
+                yield step
 
 
 class _Choice:
@@ -180,12 +173,11 @@ class _Choice:
                 part["prompt_token_ids"] = prompt_ids
         return part
 
-    def chunk(self, output: CompletionOutput, usage: ChunkUsage, head: Mapping[str, Any]) -> bytes:
-        """Return the event with the text of `output`; b"" if it adds nothing."""
+    def chunks(self, output: CompletionOutput) -> list[Chunk]:
+        """Return the chunk with the text of `output`; none if it adds nothing."""
         part = self.part(output)
-        if not (part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part):
-            return b""
-        return event(usage.put({**head, "choices": [part]}))
+        adds = part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part
+        return [{"choices": [part]}] if adds else []
 
     def _prompt_text(self, prompt_ids: list[int]) -> str:
         prompt, _ = self.job.prompts[self.prompt_index]

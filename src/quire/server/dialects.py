@@ -1,20 +1,27 @@
-"""Dialects are APIs whose requests are translated into chats or completions. They share errors and responses."""
+"""Dialects are APIs whose requests are translated into chats or completions.
+
+A dialect maps fields and their errors (`FieldNames`), and updates to its own events (`DialectAnswer`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError, rename_field
+from quire.server.generation import ChoiceUpdate, Generation
 from quire.server.json_io import json_response
-from quire.server.streaming import EventStream, until_disconnect
+from quire.server.streaming import EventStream, typed_event, until_disconnect
 
 MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content\b(?:\[\d+\])?)?")
+
+Event = dict[str, Any]  # of a stream
 
 T = TypeVar("T")
 
@@ -60,21 +67,71 @@ class FieldNames:
     async def translating_items(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Yield `items`; translate their errors."""
         with self.translating():
-            async for item in items:
-                yield item
+            async with aclosing(items):
+                async for item in items:
+                    yield item
 
 
-class DialectAnswer(Protocol):
-    """The response to a started chat or completion, in one piece or streamed."""
+class DialectAnswer(ABC):
+    """The answer of a dialect to one request, whole or streamed: both come from the same events.
+
+    A subclass translates updates to the events of its streams (`begin`, `add`, `end`), and keeps what the whole answer
+    needs. A dialect without events of its own kind returns the parts of its answer.
+
+    Args:
+        generation: started, with one choice.
+    """
+
+    encode: Callable[[Event], bytes] = staticmethod(typed_event)
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    def begin(self) -> list[Event]:
+        """Return the events that come before those of the first update."""
+        return []
+
+    @abstractmethod
+    def add(self, update: ChoiceUpdate) -> list[Event]:
+        """Take in an update; return its events."""
+
+    def end(self) -> list[Event]:
+        """Return the events that come after the last update."""
+        return []
+
+    @abstractmethod
+    def result(self) -> dict[str, Any]:
+        """Return the whole answer, after the last update."""
+
+    async def steps(self) -> AsyncGenerator[list[Event], None]:
+        """Yield the events, as they come. Raises as `Generation.updates`."""
+        begun = False
+        async with aclosing(self.generation.updates()) as batches:
+            async for (update,) in batches:
+                made = self.add(update) if begun else [*self.begin(), *self.add(update)]
+                begun = True
+                if made:
+                    yield made
+        made = self.end()
+        if made:
+            yield made
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response once it is complete."""
+        """Return the answer once it is complete. Raises as `steps`."""
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+        return self.result()
 
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of a stream."""
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a stream. Raises as `steps`."""
+        async with aclosing(self.steps()) as steps:
+            async for made in steps:
+                yield b"".join(map(self.encode, made))
 
     def close(self) -> None:
         """End what is unfinished."""
+        self.generation.close()
 
 
 async def respond(

@@ -1,28 +1,37 @@
-"""What completions and chat completions share: sampling parameters, bounds, submission, and parts of the response."""
+"""What completions and chat completions share: sampling parameters, bounds, submission, and the way to the response.
+
+`Generation.outputs` is the only way from the engine to a stream: it checks and counts. `Generation.updates` reads the
+text as a message, which is what dialects translate (`dialects.DialectAnswer`); `Generation.events` is a stream in
+OpenAI's chunks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from quire.checks import wrong_value
 from quire.errors import RequestError, UnsupportedError, echo, rename_field
-from quire.frontend.formats.message import MessageSpec
+from quire.frontend.formats.message import Event, MessageSpec
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.prompts import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
+from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.context import ModelContext
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
 from quire.server.limits import time_limit
 from quire.server.protocol import GenerationRequest
-from quire.server.streaming import last_outputs, until_disconnect
+from quire.server.streaming import DONE, event, last_outputs, merge, until_disconnect
 from quire.server.structured_outputs import structured_output
 from quire.server.timeline import response_metrics
 from quire.server.tracing import traced_parameters
@@ -175,14 +184,35 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
         )
 
 
-class Generation(EngineJob):
+Chunk = dict[str, Any]
+# Fields of chunks of a stream: about how many characters of JSON they are, and the work that makes them.
+ChunkWork = tuple[int, Callable[[], list[Chunk]]]
+
+
+class ChoiceUpdate(NamedTuple):
+    """What one output adds to one choice: its tokens, the events in its message, and the reader of its text."""
+
+    output: CompletionOutput
+    events: list[Event]
+    reader: ChoiceReader
+
+
+class Generation(EngineJob, ABC):
     """A job that generates text: what completions and chat completions share.
+
+    It is made, started, read (once: by `outputs`, `updates`, `events` or `answer`) and closed.
 
     Attributes:
         n: choices per prompt in the response; a beam search may have more beams. structured_output: None for any text.
+        usage: token counts so far, set when the prompts are submitted.
+        object_type, chunk_type: `object` of whole responses and of the chunks of streams.
     """
 
+    object_type: ClassVar[str]
+    chunk_type: ClassVar[str]
+
     body: GenerationRequest
+    usage: Usage
 
     def __init__(self, context: ModelContext, body: GenerationRequest, prefix: str) -> None:
         super().__init__(context, body, f"{prefix}-{body.request_id or uuid.uuid4().hex}")
@@ -238,6 +268,7 @@ class Generation(EngineJob):
                 self._check_size(params)
                 if len(self.streams) % YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # many prompts must not hold up other requests
+            self.usage = Usage(self.streams)
         except BaseException as error:
             self.count_rejection(error)
             self.close()
@@ -300,6 +331,75 @@ class Generation(EngineJob):
             if completion.finish_reason == "abort":
                 raise self.deadline.exceeded() if self.deadline is not None and self._expired else self.aborted()
 
+    def reader(self) -> ChoiceReader:
+        """Return a reader for one choice."""
+        return ChoiceReader(PlainParser())
+
+    def count(self, index: int, output: RequestOutput) -> None:
+        """Count the new tokens of an output of stream `index` in `usage`."""
+        self.usage.add(index, output)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (index of the prompt, output) as they come; without `stream` in the body, one per prompt at its end.
+
+        Raises:
+            QuireError: a choice was aborted or failed.
+        """
+        async with aclosing(merge(self.streams)) as merged:
+            async for index, output in merged:
+                self.check(output.outputs)
+                del output.outputs[self.n :]
+                self.count(index, output)
+                yield index, output
+
+    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate], None]:
+        """Yield updates of one or several choices of the only prompt as they come. Raises as `outputs`."""
+        readers = [self.reader() for _ in range(self.n)]
+
+        def read(output: RequestOutput) -> list[ChoiceUpdate]:
+            updates = []
+            for completion in output.outputs:
+                reader = readers[completion.index]
+                updates.append(ChoiceUpdate(completion, reader.read(completion.text, completion.finished), reader))
+            return updates
+
+        async with aclosing(self.outputs()) as outputs:
+            async for _, output in outputs:
+                size = sum([len(completion.text) for completion in output.outputs])
+                yield await run_in_thread_if(size > THREAD_CHARS, partial(read, output))
+
+    @abstractmethod
+    def choices(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return `choices` of a whole response, and the fields beside them."""
+
+    @abstractmethod
+    def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
+        """Yield the work that makes the chunks of a stream, as outputs come. Raises as `outputs`."""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream of chunks; then usage. Events of one step are joined up to `MAX_BATCH_BYTES`."""
+        chunk_usage = ChunkUsage(self.body, self.usage)
+        head = self.head(self.chunk_type)
+
+        def encode(make: Callable[[], list[Chunk]]) -> bytes:
+            return b"".join([event(chunk_usage.put({**head, **chunk})) for chunk in make()])
+
+        async with aclosing(self.chunks()) as steps:
+            async for step in steps:
+                data = b""
+                for size, make in step:
+                    data += await run_in_thread_if(size > THREAD_CHARS, partial(encode, make))
+                    if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
+                        yield data
+                        data = b""
+                        await asyncio.sleep(0)
+                if data:
+                    yield data
+        last = chunk_usage.last(self, head)
+        if last is not None:
+            yield event(last)
+        yield DONE
+
     def head(self, kind: str) -> dict[str, Any]:
         """Return the first fields of every response and chunk."""
         return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
@@ -309,8 +409,8 @@ class Generation(EngineJob):
         metrics = response_metrics(self.streams) if self.body.include_metrics else None
         return answer if metrics is None else {**answer, "metrics": metrics}
 
-    async def answer(self, build: Callable[[list[RequestOutput]], dict[str, Any]]) -> Response:
-        """Wait for the end and return `build(outputs)`, one output per prompt; aborts if the client disconnects."""
+    async def answer(self) -> Response:
+        """Wait for the end and return the whole response; aborts if the client disconnects."""
         try:
             outputs = await until_disconnect(self.context.request.receive, last_outputs(self.streams))
         finally:
@@ -319,13 +419,15 @@ class Generation(EngineJob):
             self.check(output.outputs)
             del output.outputs[self.n :]
 
-        def build_and_free() -> dict[str, Any]:
-            answer = build(outputs)
-            outputs.clear()  # where `build` runs, because that may take as long
-            return answer
+        def build() -> dict[str, Any]:
+            for index, output in enumerate(outputs):
+                self.count(index, output)
+            answer = {**self.head(self.object_type), **self.choices(outputs), "usage": self.usage.as_json()}
+            outputs.clear()  # here, because it may take as long as the rest
+            return self.add_metrics(answer)
 
         size = sum([size_of(output.outputs, output.prompt_logprobs) for output in outputs])
-        return await large_json_response(size, build_and_free)
+        return await large_json_response(size, build)
 
 
 def size_of(completions: Sequence[CompletionOutput], prompt: Positions | None = None) -> int:
@@ -335,24 +437,6 @@ def size_of(completions: Sequence[CompletionOutput], prompt: Positions | None = 
         if positions:
             size += CHARS_PER_ENTRY * len(positions) * len(positions[-1] or ())
     return size
-
-
-async def joined_events(
-    items: Iterable[tuple[int, Callable[[], bytes]]], data: bytes = b""
-) -> AsyncGenerator[bytes, None]:
-    """Yield `data` and what each piece of work returns, joined up to `MAX_BATCH_BYTES`.
-
-    Args:
-        items: the size of the result [characters], and the work.
-    """
-    for size, work in items:
-        data += await run_in_thread_if(size > THREAD_CHARS, work)
-        if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
-            yield data
-            data = b""
-            await asyncio.sleep(0)
-    if data:
-        yield data
 
 
 class Usage:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +43,11 @@ class ClientGoneError(HTTPProblem):
 def event(value: Any) -> bytes:
     """Return a server-sent event with `value` as JSON."""
     return b"data: " + _encode(value) + b"\n\n"
+
+
+def typed_event(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event whose event type is the `type` of `value`."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + _encode(value) + b"\n\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

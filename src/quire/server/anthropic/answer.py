@@ -10,10 +10,8 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-import msgspec
 
 from quire.frontend.formats.message import (
     CallArguments,
@@ -23,12 +21,11 @@ from quire.frontend.formats.message import (
     Event,
     ReasoningDelta,
 )
-from quire.server.chat import ChatCompletion, ChoiceUpdate
-from quire.server.generation import Usage
+from quire.server.chat import ChatCompletion
+from quire.server.dialects import DialectAnswer
+from quire.server.generation import ChoiceUpdate, Usage
 
 OUR_CALL, THEIR_CALL = "call_", "toolu_"
-
-_encode = msgspec.json.Encoder().encode
 
 
 class ContentBlocks:
@@ -144,7 +141,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     return answer
 
 
-class Answer:
+class Answer(DialectAnswer):
     """The answer to one request.
 
     Args:
@@ -152,72 +149,51 @@ class Answer:
     """
 
     def __init__(self, chat: ChatCompletion, max_tokens: int, shows_thinking: bool) -> None:
-        self._chat = chat
+        super().__init__(chat)
         self._max_tokens = max_tokens
         self._blocks = ContentBlocks(shows_thinking)
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": "msg_" + self._chat.response_id.partition("-")[2],
+            "id": "msg_" + self.generation.response_id.partition("-")[2],
             "type": "message",
             "role": "assistant",
-            "model": self._chat.model,
+            "model": self.generation.model,
             "content": content,
             **self._ending,
-            "usage": {**usage_json(self._chat.usage), "service_tier": "standard"},
+            "usage": {**usage_json(self.generation.usage), "service_tier": "standard"},
         }
 
-    def _take(self, updates: list[ChoiceUpdate]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        for update in updates:
-            events += self._blocks.add(update.events)
-            if update.output.finished:
-                events += self._blocks.close()
-                self._ending = self._end(update)
+    def begin(self) -> list[dict[str, Any]]:
+        """As `DialectAnswer.begin`."""
+        return [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
+
+    def add(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """As `DialectAnswer.add`."""
+        events = self._blocks.add(update.events)
+        if update.output.finished:
+            events += self._blocks.close()
+            self._ending = self._end(update)
         return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """As `DialectAnswer.end`."""
+        usage = usage_json(self.generation.usage)
+        return [{"type": "message_delta", "delta": self._ending, "usage": usage}, {"type": "message_stop"}]
+
+    def result(self) -> dict[str, Any]:
+        """As `DialectAnswer.result`."""
+        return self._message(self._blocks.content())
 
     def _end(self, update: ChoiceUpdate) -> dict[str, Any]:
         """Return why the message ended."""
         reason, sequence = "end_turn", None
         if update.output.finish_reason == "length":
-            generated = self._chat.usage.as_json()["completion_tokens"]
+            generated = self.generation.usage.as_json()["completion_tokens"]
             reason = "max_tokens" if generated >= self._max_tokens else "model_context_window_exceeded"
         elif isinstance(update.output.stop_reason, str):
             reason, sequence = "stop_sequence", update.output.stop_reason
         elif self._blocks.complete_call:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the message once it is complete. Raises as `ChatCompletion.updates`."""
-        async with contextlib.aclosing(self._chat.updates()) as batches:
-            async for updates in batches:
-                self._take(updates)
-        return self._message(self._blocks.content())
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        started = False
-        async with contextlib.aclosing(self._chat.updates()) as batches:
-            async for updates in batches:
-                data = b""
-                if not started:
-                    started = True
-                    start = {"type": "message_start", "message": self._message([])}
-                    data = _event(start) + _event({"type": "ping"})
-                data += b"".join([_event(item) for item in self._take(updates)])
-                if data:
-                    yield data
-        usage = usage_json(self._chat.usage)
-        yield _event({"type": "message_delta", "delta": self._ending, "usage": usage}) + _event(
-            {"type": "message_stop"}
-        )
-
-    def close(self) -> None:
-        """End what is unfinished."""
-        self._chat.close()
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"event: " + value["type"].encode() + b"\ndata: " + _encode(value) + b"\n\n"

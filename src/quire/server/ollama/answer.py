@@ -5,25 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from quire.frontend.formats.message import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    ContentDelta,
-    Event,
-    Message,
-    ReasoningDelta,
-)
-from quire.outputs import RequestOutput
-from quire.server.chat_message import ChoiceReader
-from quire.server.generation import Generation
+from quire.frontend.formats.message import CallEnd, ContentDelta, Message, ReasoningDelta
+from quire.server.dialects import DialectAnswer
+from quire.server.generation import ChoiceUpdate, Generation
 from quire.server.streaming import EventStream
+from quire.server.timeline import Timings
 
 NANOSECONDS = 1e9
 
@@ -61,101 +53,71 @@ def _ns(seconds: float | None) -> int:
     return max(0, round((seconds or 0.0) * NANOSECONDS))
 
 
-class Answer:
-    """The answer to one request.
+class Answer(DialectAnswer):
+    """The answer to one request. The events of its stream are parts of the response; the last one has the counts.
 
     Args:
-        generation: started, with one stream of outputs. reader: of its text.
-        in_message: whether the text is in a message (chats), or a field of its own.
+        generation: started. in_message: whether the text is in a message (chats), or a field of its own.
     """
 
-    def __init__(self, generation: Generation, reader: ChoiceReader, clock: Clock, *, in_message: bool) -> None:
-        self._generation = generation
-        self._reader = reader
+    def __init__(self, generation: Generation, clock: Clock, *, in_message: bool) -> None:
+        super().__init__(generation)
         self._clock = clock
         self._in_message = in_message
         self._message = Message()
-        self._num_shown = 0  # calls in the response so far
+        self._complete: list[int] = []  # numbers of the calls that are complete
+        self._ending: dict[str, Any] = {}
 
-    def _part(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        extra = {"thinking": thinking} if thinking else {}
+    @staticmethod
+    def encode(event: dict[str, Any]) -> bytes:
+        """Return a line of JSON."""
+        return _encode(event) + b"\n"
+
+    def _part(self, content: str, thinking: str, calls: Iterable[int]) -> dict[str, Any]:
+        """Return a part of the response; `calls` are the numbers of complete calls."""
+        text = {"content": content, **({"thinking": thinking} if thinking else {})}
         if not self._in_message:
-            return {**head(self._generation.model), "response": content, **extra, "done": False}
-        message: dict[str, Any] = {"role": "assistant", "content": content, **extra}
-        if calls:
-            message["tool_calls"] = calls
-        return {**head(self._generation.model), "message": message, "done": False}
-
-    def _part_of(self, events: Iterable[Event]) -> dict[str, Any] | None:
-        """Return the part of the response for events; None for nothing yet."""
-        content = thinking = ""
-        calls: list[dict[str, Any]] = []
-        for event in events:
-            self._message.add([event])
-            match event:
-                case ContentDelta():
-                    content += event.text
-                case ReasoningDelta():
-                    thinking += event.text
-                case CallEnd():
-                    calls.append(self._call(event.index))
-                case CallStart() | CallArguments():
-                    pass  # calls are sent when they are complete
-        return self._part(content, thinking, calls) if content or thinking or calls else None
+            return {**head(self.generation.model), "response": text.pop("content"), **text, "done": False}
+        message: dict[str, Any] = {"role": "assistant", **text}
+        shown = [self._call(index) for index in calls]
+        if shown:
+            message["tool_calls"] = shown
+        return {**head(self.generation.model), "message": message, "done": False}
 
     def _call(self, index: int) -> dict[str, Any]:
         call = self._message.tool_calls[index]
         function = {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}
         return {"id": call.id, "function": function}
 
-    def _ending(self, output: RequestOutput) -> dict[str, Any]:
-        reason = output.outputs[0].finish_reason
+    def add(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """As `DialectAnswer.add`. Calls are sent when they are complete."""
+        self._message.add(update.events)
+        content = "".join([event.text for event in update.events if isinstance(event, ContentDelta)])
+        thinking = "".join([event.text for event in update.events if isinstance(event, ReasoningDelta)])
+        calls = [event.index for event in update.events if isinstance(event, CallEnd)]
+        self._complete += calls
+        parts = [self._part(content, thinking, calls)] if content or thinking or calls else []
+        if update.output.finished:
+            self._ending = self._counts(update.output.finish_reason)
+            parts.append({**self._part("", "", []), **self._ending})
+        return parts
+
+    def _counts(self, finish_reason: str | None) -> dict[str, Any]:
+        timings = Timings.of(self.generation.streams[0])
         return {
             "done": True,
-            "done_reason": "length" if reason == "length" else "stop",
+            "done_reason": "length" if finish_reason == "length" else "stop",
             **self._clock.times(),
-            "prompt_eval_count": len(output.prompt_token_ids),
-            "prompt_eval_duration": _ns(output.metrics.prefill_seconds),
-            "eval_count": output.num_generated_tokens,
-            "eval_duration": _ns(output.metrics.decode_seconds),
+            "prompt_eval_count": timings.num_prompt_tokens,
+            "prompt_eval_duration": _ns(timings.metrics.prefill_seconds),
+            "eval_count": timings.num_tokens,
+            "eval_duration": _ns(timings.metrics.decode_seconds),
         }
 
-    async def parts(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the response in parts; the last one has the counts. Raises `QuireError`."""
-        async with contextlib.aclosing(_outputs(self._generation)) as outputs:
-            async for output in outputs:
-                completion = output.outputs[0]
-                part = self._part_of(self._reader.read(completion.text, completion.finished))
-                if part is not None:
-                    yield part
-                if completion.finished:
-                    yield {**self._part("", "", []), **self._ending(output)}
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the response in one piece. Raises `QuireError`."""
-        calls: list[dict[str, Any]] = []
-        last: dict[str, Any] = {}
-        async with contextlib.aclosing(self.parts()) as parts:
-            async for last in parts:
-                calls += last.get("message", {}).get("tool_calls", ())
-        whole = self._part(self._message.content or "", self._message.reasoning or "", calls)
-        return {**last, **whole, "done": True}
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as lines of JSON."""
-        async with contextlib.aclosing(self.parts()) as parts:
-            async for part in parts:
-                yield _encode(part) + b"\n"
-
-    def close(self) -> None:
-        """End what is unfinished."""
-        self._generation.close()
-
-
-async def _outputs(generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-    async for output in generation.streams[0]:
-        generation.check(output.outputs)
-        yield output
+    def result(self) -> dict[str, Any]:
+        """As `DialectAnswer.result`."""
+        message = self._message
+        return {**self._part(message.content or "", message.reasoning or "", self._complete), **self._ending}
 
 
 def head(model: str) -> dict[str, Any]:

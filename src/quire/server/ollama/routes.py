@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.chat import ChatCompletion
-from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.completions import Completion
 from quire.server.context import ModelContext
 from quire.server.dialects import respond
@@ -71,7 +70,7 @@ async def generate(request: Request) -> Response:
         fields = completion_fields(body, context.llm.max_model_len, context.ignore_unknown)
         completion = Completion(context, validate(CompletionRequest, fields))
         await completion.start()
-    answer = Answer(completion, ChoiceReader(PlainParser()), clock, in_message=False)
+    answer = Answer(completion, clock, in_message=False)
     return await respond(request, answer, names, LineStream if body.stream else None)
 
 
@@ -90,7 +89,7 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
     with names.translating():
         chat = await process_body(request, make)
         await chat.start()
-    answer = Answer(chat, chat.reader(), clock, in_message=in_message)
+    answer = Answer(chat, clock, in_message=in_message)
     return await respond(request, answer, names, LineStream if body.stream else None)
 
 

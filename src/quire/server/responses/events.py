@@ -12,6 +12,7 @@ import msgspec
 from quire.frontend.formats.message import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta
 from quire.server.responses.custom_tools import InputReader
 from quire.server.responses.items import Item, new_id, seal
+from quire.server.streaming import typed_event
 
 StreamEvent = dict[str, Any]
 PAD_TO = 32
@@ -23,7 +24,6 @@ ITEMS = {
     "custom_tool_call": ("ctc", "custom_tool_call_input", "input"),
 }
 
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
@@ -36,7 +36,7 @@ def encode_event(event: Mapping[str, Any], *, obfuscated: bool = False) -> bytes
     if obfuscated and "delta" in event:
         fill = -len(event["delta"].encode()) % PAD_TO
         event = {**event, "obfuscation": secrets.token_hex(PAD_TO)[:fill]}
-    return b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
+    return typed_event(event)
 
 
 def obfuscated_event(data: bytes) -> bytes:

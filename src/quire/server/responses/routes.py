@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
@@ -15,12 +14,13 @@ from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.frontend.prompts import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
+from quire.server.dialects import respond
 from quire.server.json_io import json_response
 from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
-from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
+from quire.server.responses.events import OutputBuilder, obfuscated_event
 from quire.server.responses.items import MAX_ITEMS, Item, check_input, new_id
 from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
 from quire.server.responses.running import ResponseRun, lease, new_response, spawn, start_fitting
@@ -34,7 +34,7 @@ from quire.server.responses.translate import (
     counted_request,
     without_default_effort,
 )
-from quire.server.streaming import EventStream, until_disconnect
+from quire.server.streaming import EventStream
 
 router = APIRouter()
 
@@ -90,31 +90,19 @@ async def create_response(request: Request) -> Response:
     response = new_response(body, chat, response_id)
     stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events, input_size=size)
     builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
-    run = ResponseRun(chat, stored, store if body.store else None, builder)
-    return await _answer(request, body, context, run)
-
-
-async def _answer(request: Request, body: ResponseRequest, context: ModelContext, run: ResponseRun) -> Response:
     obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
-    if body.background:
-        try:
-            scope = await lease(context)
-        except BaseException:
-            run.close()
-            raise
-        spawn(run, scope, _store(request))
-        if body.stream:
-            return EventStream(_follow(run.stored, 0, obfuscated), lambda: None)
-        return json_response(run.stored.resource())
-    if body.stream:
-        return EventStream(_encoded(run, obfuscated), run.close)
+    run = ResponseRun(chat, stored, store if body.store else None, builder, obfuscated=obfuscated)
+    if not body.background:
+        return await respond(request, run, NAMES, EventStream if body.stream else None)
     try:
-        await until_disconnect(request.receive, _exhaust(run))
-    finally:
+        scope = await lease(context)
+    except BaseException:
         run.close()
-    if run.error is not None:
-        raise run.error
-    return json_response(run.response)
+        raise
+    spawn(run, scope, store)
+    if body.stream:
+        return EventStream(_follow(stored, 0, obfuscated), lambda: None)
+    return json_response(stored.resource())
 
 
 def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) -> ChatCompletion:
@@ -153,19 +141,6 @@ async def _conversation(
     if not messages:
         raise RequestError("input must not be empty", param="input", code="empty_array")
     return earlier, items, messages, size
-
-
-async def _exhaust(run: ResponseRun) -> None:
-    async with contextlib.aclosing(run.events()) as batches:
-        async for _ in batches:
-            pass
-
-
-async def _encoded(run: ResponseRun, obfuscated: bool) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(run.events()) as batches:
-        async for events in batches:
-            if events:
-                yield b"".join([encode_event(event, obfuscated=obfuscated) for event in events])
 
 
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:

@@ -7,16 +7,18 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
 
 from quire.errors import ContextLengthError, QuireError, RequestError
 from quire.outputs import CompletionOutput
-from quire.server.chat import ChatCompletion, ChoiceUpdate
+from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext
+from quire.server.dialects import DialectAnswer
 from quire.server.errors import error_object
-from quire.server.generation import Usage
+from quire.server.generation import ChoiceUpdate, Usage
 from quire.server.limits import ConcurrencySlot
 from quire.server.responses.conversation import turns, without_beginning
 from quire.server.responses.custom_tools import CUSTOM, shown
@@ -66,21 +68,29 @@ async def _fits(chat: ChatCompletion, most: int) -> bool:
         return False
 
 
-class ResponseRun:
+class ResponseRun(DialectAnswer):
     """One response on its way.
 
     Args:
         chat: started. stored: holds the same response object. store: None if it is not stored.
-        builder: of its output.
+        builder: of its output. obfuscated: as for `encode_event`.
 
     Attributes:
         error: what ended it, if it did not end by itself.
     """
 
     def __init__(
-        self, chat: ChatCompletion, stored: StoredResponse, store: ResponseStore | None, builder: OutputBuilder
+        self,
+        chat: ChatCompletion,
+        stored: StoredResponse,
+        store: ResponseStore | None,
+        builder: OutputBuilder,
+        *,
+        obfuscated: bool = False,
     ) -> None:
+        super().__init__(chat)
         self.chat = chat
+        self.encode = partial(encode_event, obfuscated=obfuscated)
         self.stored = stored
         self.response = stored.response
         self.error: QuireError | None = None
@@ -98,19 +108,19 @@ class ResponseRun:
         self._aborted = True
         self.chat.abort()
 
-    async def events(self) -> AsyncGenerator[list[StreamEvent], None]:
-        """Run it, and yield the events of its stream as they come; a failure is an event, too."""
+    async def steps(self) -> AsyncGenerator[list[StreamEvent], None]:
+        """As `DialectAnswer.steps`, but a failure is an event, too."""
         try:
             first = "response.queued" if self.response["status"] == "queued" else "response.in_progress"
             yield [self._lifecycle("response.created"), self._lifecycle(first)]
             try:
-                async with contextlib.aclosing(self.chat.updates()) as batches:
-                    async for updates in batches:
-                        made = self._take(updates[0])
-                        if made:
-                            yield made
+                async with contextlib.aclosing(super().steps()) as steps:
+                    async for made in steps:
+                        yield made
             except QuireError as error:
-                yield self._failed(error)
+                made = self._failed(error)
+                if made:
+                    yield made
         except (GeneratorExit, asyncio.CancelledError):
             self._aborted = True
             raise
@@ -122,8 +132,14 @@ class ResponseRun:
         self._aborted = True
         self._end()
 
-    def _take(self, update: ChoiceUpdate) -> list[StreamEvent]:
-        """Add an update; return the events of the stream."""
+    def result(self) -> dict[str, Any]:
+        """As `DialectAnswer.result`. Raises `QuireError` if the response failed."""
+        if self.error is not None:
+            raise self.error
+        return self.response
+
+    def add(self, update: ChoiceUpdate) -> list[StreamEvent]:
+        """As `DialectAnswer.add`."""
         made: list[StreamEvent] = []
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
@@ -192,8 +208,8 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
     slot: ConcurrencySlot | None = scope["state"].get("slot")
     with run.chat.context.server.open_request(scope), slot or contextlib.nullcontext():
         try:
-            async with contextlib.aclosing(run.events()) as batches:
-                async for events in batches:
+            async with contextlib.aclosing(run.steps()) as steps:
+                async for events in steps:
                     if stored.events is not None:
                         stored.events += [encode_event(event) for event in events]
                     stored.notify()
