@@ -21,7 +21,7 @@ from quire.frontend.input_processor import InputProcessor
 from quire.frontend.pooling import DEFAULT_INSTRUCTION, RERANKER_PROMPT, pair_input, with_prompt
 from quire.frontend.prompts import RequestInput
 from quire.pooling_params import PoolingParams
-from quire.tokenizer.tokenizer import Tokenizer, share_room
+from quire.tokenizer.tokenizer import Tokenizer, truncate_longest_first
 from tests.helpers.errors import refused
 from tests.helpers.fake_engine import fake_front_model
 from tests.helpers.pooling_checkpoints import DECODER, ENCODER, add_modules, add_tokenizer, write_model
@@ -110,7 +110,7 @@ def test_a_template_with_roles_for_both_texts_is_used() -> None:
     ],
 )
 def test_the_longer_text_of_a_pair_gives_way(first: int, second: int, room: int, kept: tuple[int, int]) -> None:
-    assert share_room(first, second, room) == kept
+    assert truncate_longest_first(first, second, room) == kept
 
 
 def test_a_list_of_word_pieces_is_a_tokenizer(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ that could go on with one ("<" + key + ">"). Whatever the template does to marke
 no control token can begin in it, so those in the marked rendering are the template's own. If the ordinary rendering has
 the same control tokens, it is used as it is; that is nearly always so, and when the input has no such character, there
 is no second rendering at all. Otherwise the text between the template's control tokens is tokenized with control tokens
-disabled (`Tokenizer.plain_twin`). Templates that write more than the first character of a token and take the rest from
-the input do so on purpose ("<|" + role + "|>"); roles are not marked, and must be plain words.
+disabled (`Tokenizer.plain_text_encoder`). Templates that write more than the first character of a token and take the
+rest from the input do so on purpose ("<|" + role + "|>"); roles are not marked, and must be plain words.
 
 Control tokens are those that the tokenizer calls special, and other added tokens that have the looks of one (<|x|>,
 [X]) and stand in the template: some families mark turns with such. Tags, often <think> and the like, are ordinary
@@ -43,7 +43,7 @@ from quire.frontend.chat_messages import (
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.context_limit import ContextLimit
-from quire.tokenizer.tokenizer import PlainTwin, Tokenizer, check_text
+from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer, check_text
 
 MARK_DIGITS = 24
 MAX_REQUEST_TEMPLATE = 2**16
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of plain text and the ids of control tokens in a row; plain text makes no control token."""
-        return self._twin.encode(segments)
+        return self._plain_text.encode(segments)
 
     def reads(self, name: str) -> bool:
         """Whether the template looks anywhere at a variable, such as "tools", "documents" or "enable_thinking"."""
@@ -198,11 +198,11 @@ class ChatTemplate:
         # only whole tokens are marked, if that was enough.
         sparse = with_marked_tokens()
         segments = controls.split(sparse if controls.ids(sparse) == genuine else marked)
-        return self._twin.encode([part.replace(mark, "") if isinstance(part, str) else part for part in segments])
+        return self._plain_text.encode([part.replace(mark, "") if isinstance(part, str) else part for part in segments])
 
     @cached_property
-    def _twin(self) -> PlainTwin:
-        return self._tokenizer.plain_twin(self._control_ids.values())
+    def _plain_text(self) -> PlainTextEncoder:
+        return self._tokenizer.plain_text_encoder(self._control_ids.values())
 
     def _render(self, arguments: _Arguments, mark: Marker, marked: bool = False) -> str:
         messages = [prepare_message(item, index, self._traits, mark) for index, item in enumerate(arguments.messages)]

@@ -1,4 +1,4 @@
-"""What each token contributes to the text, in bytes, so that text can be put together one token at a time.
+"""The bytes that each token adds to a text, so that a text can be decoded one token at a time.
 
 A tokenizer's decoder maps a whole list of tokens to a string. The decoders of today's language models (byte-level,
 and SentencePiece with byte fallback) work token by token, except that the beginning of the text may lose a space;
@@ -31,7 +31,6 @@ class Pieces:
 
     Attributes:
         strip_first: spaces that the decoder takes off the beginning of a text.
-        first: as `get`, for the first token of a text, where decoders exist that treat it differently.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class Tokenizer:
         """Return the ids of two texts as the model expects them, and where the second begins.
 
         Args:
-            most: so many tokens at most: of the longer text the last ones are left out until both fit.
+            most: the largest number of ids; the last tokens of the longer text are left out until both fit.
 
         Returns:
             The ids, and the index of the first one that the tokenizer counts to the second text; None if it has none.
@@ -134,7 +134,7 @@ class Tokenizer:
         right = None if second is None else self._backend.encode(second, add_special_tokens=False)
         if most is not None:
             room = max(most - self._backend.num_special_tokens_to_add(right is not None), 0)
-            num_left, num_right = share_room(len(left.ids), 0 if right is None else len(right.ids), room)
+            num_left, num_right = truncate_longest_first(len(left.ids), 0 if right is None else len(right.ids), room)
             left.truncate(num_left)
             if right is not None:
                 right.truncate(num_right)
@@ -178,7 +178,7 @@ class Tokenizer:
     def control_tokens(self) -> dict[str, int]:
         """Texts and ids of the special tokens that only a chat template may produce.
 
-        Blank ones are ordinary text to everyone, and the unknown token does no harm.
+        Those of white space only are ordinary text, and the unknown token does no harm.
         """
         unknown = {self.special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None)}
         return {
@@ -196,29 +196,28 @@ class Tokenizer:
         """Return the ids of a text in which only the given control tokens are control tokens.
 
         Args:
-            segments: plain text, in which "<|end|>" is so many letters and signs, and ids of special tokens.
+            segments: plain texts, in which "<|end|>" is seven characters, and ids of special tokens.
 
         Raises:
             RequestError: as `encode`.
         """
-        return self._twin.encode(segments)
+        return self._plain_text.encode(segments)
 
     @cached_property
-    def _twin(self) -> PlainTwin:
-        return self.plain_twin(self.control_tokens.values())
+    def _plain_text(self) -> PlainTextEncoder:
+        return self.plain_text_encoder(self.control_tokens.values())
 
-    def plain_twin(self, control_ids: Iterable[int]) -> PlainTwin:
-        """Return this tokenizer with these added tokens taken out of what texts can spell."""
-        return PlainTwin(self._backend, self._added, frozenset(control_ids))
+    def plain_text_encoder(self, control_ids: Iterable[int]) -> PlainTextEncoder:
+        """Return an encoder to which a text that spells one of these added tokens is ordinary text."""
+        return PlainTextEncoder(self._backend, self._added, frozenset(control_ids))
 
 
-class PlainTwin:
-    """The same tokenizer without its control tokens: what spells one is ordinary text to it.
+class PlainTextEncoder:
+    """A tokenizer without its control tokens: a text that spells one is ordinary text.
 
-    In the place of each control token it has a stand-in with a name that nobody can guess. So genuine control tokens
-    and text that merely looks like one are encoded in one go, and each piece of text is treated exactly as it is
-    between the original's control tokens (which matters to SentencePiece tokenizers: they mark the start of a text).
-    The model with its vocabulary is shared, not copied.
+    Each control token is replaced by an added token with a random name, which stands for it in the text to encode.
+    So control tokens and texts are encoded in one call, and a text is split as it would be between the original's
+    control tokens (SentencePiece tokenizers mark the start of a text). The vocabulary is shared, not copied.
     """
 
     def __init__(
@@ -271,8 +270,8 @@ def _renamed(token: AddedToken, text: str) -> AddedToken:
     )
 
 
-def share_room(num_first: int, num_second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each of two texts are kept: the longer one gives way until both have fit."""
+def truncate_longest_first(num_first: int, num_second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of each of two texts are kept: the longer one is cut until both fit into `room`."""
     if num_first + num_second <= room:
         return num_first, num_second
     short = min(num_first, num_second)
