@@ -1,4 +1,4 @@
-"""A conversation with a running server, through the official `openai` package.
+"""A chat with a running server, through the official `openai` package.
 
 quire serve &
 python examples/chat_client.py [http://127.0.0.1:8000/v1] < questions.txt

@@ -1,4 +1,4 @@
-"""An agent: the model calls tools as JSON of a schema, which is enforced, and sees what they return.
+"""An agent: the model writes tool calls as JSON that conforms to a schema, and gets their results.
 
 python examples/lang_json_agent.py [--base-url http://127.0.0.1:8000/v1] [--steps 3]
 """
@@ -25,7 +25,7 @@ def agent(s, task, steps):
     calls = []
     for step in range(steps):
         s += assistant(gen("call", schema=schema([*TOOLS, "finish"] if step else TOOLS), max_tokens=100))
-        call = json.loads(s["call"])  # always parses, and always fits the schema
+        call = json.loads(s["call"])  # always valid JSON that conforms to the schema
         if call["tool"] == "finish":
             break
         calls.append((call, TOOLS[call["tool"]](call["a"], call["b"])))

@@ -1,4 +1,4 @@
-"""Self-consistency (Wang et al. 2022): sample several answers to a question, and take the one given most often.
+"""Self-consistency (Wang et al. 2022): sample several answers to a question, and return the most frequent one.
 
 python examples/lang_self_consistency.py [--base-url http://127.0.0.1:8000/v1] [--samples 8]
 """

@@ -1,4 +1,4 @@
-"""Tree of thought (Yao et al. 2023): propose steps, rate them, go on with the best. Here: a sum, two numbers at a time.
+"""Tree of thought (Yao et al. 2023): propose steps, rate them, continue with the best. The task is a sum.
 
 python examples/lang_tree_of_thought.py [--base-url http://127.0.0.1:8000/v1] [17 25 31 12]
 """

@@ -15,7 +15,7 @@ with LLM(model=model, max_model_len=256) as llm:
     for output in llm.generate(prompts, params, use_tqdm=False):
         print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
 
-    # Two answers to one question; both share the blocks of the prompt.
+    # Two samples for one prompt; both share its blocks.
     question = [{"role": "user", "content": "What is the capital of France?"}]
     (answer,) = llm.chat(question, params.clone(n=2, temperature=1.0), use_tqdm=False)
     for completion in answer.outputs:

@@ -1,4 +1,4 @@
-"""Answers of a given form through the official `openai` package: a class in, an object of it out.
+"""Structured output through the official `openai` package: a pydantic class in, an instance of it out.
 
 quire serve &
 python examples/openai_json_schema.py [http://127.0.0.1:8000/v1]
@@ -37,7 +37,7 @@ for room in ("a room of the king's castle", "the room where you sleep", "a room 
         response_format=Room,
         max_completion_tokens=200,
         temperature=0,
-        extra_body={"structured_outputs": {"disable_any_whitespace": True}},  # small models get lost in blanks
+        extra_body={"structured_outputs": {"disable_any_whitespace": True}},  # small models tend to repeat whitespace
     )
     found = answer.choices[0].message.parsed
     doors = ", ".join(f"{door.direction}{' (locked)' if door.locked else ''}" for door in found.exits)

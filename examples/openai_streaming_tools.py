@@ -1,4 +1,4 @@
-"""Several tool calls in one stream, put together from its pieces, through the official `openai` package.
+"""Parallel tool calls in one stream, assembled from its deltas, through the official `openai` package.
 
 quire serve &
 python examples/openai_streaming_tools.py [http://127.0.0.1:8000/v1]
@@ -39,7 +39,7 @@ calls = []
 for chunk in stream:
     choice = chunk.choices[0]
     for piece in choice.delta.tool_calls or []:
-        if piece.id:  # the first piece of a call has its id and name, the others have more of its arguments
+        if piece.id:  # the first delta of a call has its id and name, the others continue its arguments
             calls.append({"id": piece.id, "name": piece.function.name, "arguments": ""})
         calls[piece.index]["arguments"] += piece.function.arguments
         print(f"call {piece.index}: + {piece.function.name or piece.function.arguments!r}")

@@ -1,4 +1,4 @@
-"""Tool calls through the official `openai` package: the model asks, this program answers, the model goes on.
+"""Tool calls through the official `openai` package: the model calls a function, gets its result, and continues.
 
 quire serve &
 python examples/openai_tools.py [http://127.0.0.1:8000/v1]
@@ -41,7 +41,7 @@ client = OpenAI(base_url=base_url, api_key="none")
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "How warm is it in Paris?"}]
 
-# "required": there will be a call, and its arguments are valid, whatever the model would rather say.
+# "required" forces a tool call with valid arguments.
 how = {"tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 200, "temperature": 0}
 first = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, **how).choices[0]
 print(f"finish_reason: {first.finish_reason}")

@@ -1,4 +1,4 @@
-"""Several streams at once from a running server; each token is printed when it arrives.
+"""Several concurrent streams from a running server; each token is printed when it arrives.
 
 quire serve &
 python examples/streaming_client.py [http://127.0.0.1:8000/v1]

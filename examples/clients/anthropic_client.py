@@ -1,4 +1,4 @@
-"""The official `anthropic` package against Quire: an answer, a stream, a tool that is called and answered.
+"""The official `anthropic` package with Quire: a response, a stream, a tool call and its result.
 
 pip install anthropic
 quire serve &

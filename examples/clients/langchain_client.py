@@ -1,4 +1,4 @@
-"""LangChain's OpenAI client against Quire: an answer, a stream, structured output, a tool call.
+"""LangChain's OpenAI client with Quire: a response, a stream, structured output, a tool call.
 
 pip install langchain-openai
 quire serve &

@@ -1,4 +1,4 @@
-"""LlamaIndex's client for servers like OpenAI's, against Quire: chat, completion, both as streams.
+"""LlamaIndex's client for OpenAI-compatible servers, with Quire: chat and completion, with and without streaming.
 
 pip install llama-index-llms-openai-like
 quire serve &
