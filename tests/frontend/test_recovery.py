@@ -86,7 +86,7 @@ def in_world(test: Callable[[World, AsyncLLM], Awaitable[None]], listeners: Any 
         async with asyncio.timeout(60), llm:
             await test(world, llm)
         assert all(client.closed for client in world.clients)
-        assert llm._requests.outputs.journal.request_ids == []
+        assert llm._requests.outputs.request_ids == []
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())

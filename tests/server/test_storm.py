@@ -156,7 +156,7 @@ async def storm(live: LiveServer, engines: Engines, seed: int, num_deaths: int) 
 def held(live: LiveServer) -> dict[str, int]:
     """Return what the server holds on to; all of it must be nothing once nobody wants anything."""
     context, llm = live.context, live.llm
-    outputs = llm._outputs
+    outputs = llm._requests.outputs
     owners = context.responses._by_owner.values()
     return {
         "open requests": context.num_open,
@@ -166,8 +166,7 @@ def held(live: LiveServer) -> dict[str, int]:
         "unfinished requests": llm.num_unfinished,
         "sequences": len(outputs._sequences),
         "ids": len(outputs._ids),
-        "journal": len(outputs.journal.request_ids),
-        "calls": len(llm._calls) + len(llm._stats_calls),
+        "calls": len(llm._calls),
         "waiting prompt tokens": llm.ttft.num_queued_tokens if llm.num_unfinished else 0,
         "places of keys": sum([quota.num_running for quota in context.keys._quotas.values()]),
         "records": len(context.records._live),

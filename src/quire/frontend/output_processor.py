@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from quire.engine.messages import EngineOutputs
-from quire.engine_request import EngineRequest
+from quire.engine_request import EngineRequest, ResumedSequence
 from quire.errors import GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.journal import REST, Journal, Progress
+from quire.frontend.replay import REST, remaining
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import (
     BeamSearchOutput,
@@ -60,7 +60,7 @@ class _Completion:
         self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
         self.part = part  # index of its `EngineRequest`
         self.detokenizer = detokenizer
-        self.progress = Progress()
+        self.progress = ResumedSequence([])
         self.token_ids = self.progress.token_ids
         self.text_parts: list[str] = []
         scored = params.returns_logprobs
@@ -165,6 +165,7 @@ class RequestState:
     """One request while it runs, and until its last output is taken.
 
     Attributes:
+        engine_requests: as they were sent to the engine; none once the request has ended.
         notify: called whenever `take` may have something new.
         error: set if the request failed in a way that its outputs cannot express.
         pooled: the output of a pooling request, once it has finished.
@@ -182,6 +183,7 @@ class RequestState:
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self.engine_requests = engine_requests
         self.prompt_token_ids = engine_requests[0].prompt_token_ids
         self.params = params
         self.n = params.n if engine_requests[0].beam is None else engine_requests[0].beam.beam_width
@@ -236,6 +238,11 @@ class RequestState:
         return self.num_unfinished == 0
 
     @property
+    def unfinished(self) -> list[_Completion]:
+        """The completions that have not ended."""
+        return [item for item in self.completions if item.finish_reason is None]
+
+    @property
     def num_generated_tokens(self) -> int:
         """Tokens of all sequences so far."""
         return sum(item.num_tokens for item in self.completions)
@@ -245,11 +252,16 @@ class RequestState:
         self._num_preemptions[part] = max(self._num_preemptions[part], count)
         self.metrics.num_preemptions = sum(self._num_preemptions)
 
-    def begin_prompt_again(self) -> None:
-        """Drop the log-probabilities of a prompt that was not finished; a new engine computes all of it again."""
+    def replay(self) -> list[EngineRequest]:
+        """Return the engine requests with which a new engine continues.
+
+        Log-probabilities of a prompt that was not finished are dropped; the new engine computes all of them again.
+        """
         first = self.completions[0]
         if self.prompt_logprobs is not None and not first.num_tokens and first.finish_reason is None:
             self.prompt_logprobs = _unscored(self.params)
+        sequences = {item.sequence_id: item.progress for item in self.unfinished}
+        return [again for item in self.engine_requests for again in remaining(item, sequences)]
 
     def set_beams(self, beams: Sequence[BeamOutput]) -> None:
         """End a beam search with these as its completions."""
@@ -403,23 +415,25 @@ class OutputProcessor:
     Args:
         tokenizer: None leaves all texts empty.
         listeners: called for each step, token and end of a request.
-
-    Attributes:
-        journal: of the requests that have not ended.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, listeners: Iterable[StatListener] = ()) -> None:
         self._tokenizer = tokenizer
         self._listeners = list(listeners)
-        self.journal = Journal()
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, _Completion]] = {}
-        self._ids: set[str] = set()  # of requests and sequences, as callers and the engine call them
+        # Ids of requests and sequences, as callers and the engine call them, with the id of the request.
+        self._ids: dict[str, str] = {}
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._states)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended, in order of arrival."""
+        return list(self._states)
 
     def add(
         self,
@@ -437,17 +451,16 @@ class OutputProcessor:
         if not isinstance(params, SamplingParams):
             params = engine_requests[0].sampling_params
         state = RequestState(request_id, prompt, engine_requests, params, self._tokenizer, notify)
-        if not self._ids.isdisjoint(state.ids):
+        if not self._ids.keys().isdisjoint(state.ids):
             raise RequestError(
                 f"request_id {request_id[:100]} belongs to an unfinished request",
                 param="request_id",
                 code="duplicate_request_id",
             )
         self._states[request_id] = state
-        self._ids |= state.ids
+        self._ids.update(dict.fromkeys(state.ids, request_id))
         for completion in state.completions:
             self._sequences[completion.sequence_id] = (state, completion)
-        self.journal.begin(request_id, engine_requests, {item.sequence_id: item.progress for item in state.completions})
         return state
 
     def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
@@ -541,15 +554,15 @@ class OutputProcessor:
 
     def _finish_sequence(self, state: RequestState, completion: _Completion, now: float) -> None:
         del self._sequences[completion.sequence_id]
-        self.journal.end_sequence(state.request_id, completion.sequence_id)
         state.num_unfinished -= 1
         if state.finished:
             self._finish_request(state, now)
 
     def _finish_request(self, state: RequestState, now: float) -> None:
         del self._states[state.request_id]
-        self.journal.end(state.request_id)
-        self._ids -= state.ids
+        for name in state.ids:
+            del self._ids[name]
+        state.engine_requests = ()  # a grammar may be large, and the last output may wait for its reader
         state.metrics.finished_time = now
         if not self._listeners:
             return
@@ -584,7 +597,7 @@ class OutputProcessor:
 
     def _end(self, state: RequestState, reason: str, error: QuireError | None = None) -> list[str]:
         """End what is unfinished of a request; return the ids of these sequences."""
-        unfinished = [item for item in state.completions if item.finish_reason is None]
+        unfinished = state.unfinished
         for completion in unfinished:
             completion.finish(reason)
             completion.error = error
@@ -593,9 +606,17 @@ class OutputProcessor:
         return [item.sequence_id for item in unfinished]
 
     def replay(self, request_id: str) -> list[EngineRequest]:
-        """Return the engine requests with which a new engine continues a live request, see `Journal.replay`."""
-        self._states[request_id].begin_prompt_again()
-        return self.journal.replay(request_id)
+        """Return the engine requests with which a new engine continues an unfinished request."""
+        return self._states[request_id].replay()
+
+    def owners(self, engine_ids: Iterable[str]) -> set[str]:
+        """Return the requests of engine ids (of requests or sequences); unknown ids stay."""
+        return {self._ids.get(name, name) for name in engine_ids}
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """Return the ids of the sequences of a request that have not ended, for `AbortRequests`."""
+        state = self._states.get(request_id)
+        return [] if state is None else [item.sequence_id for item in state.unfinished]
 
     def progress(self, request_id: str) -> tuple[int, int] | None:
         """Return how many tokens a request has, and how many sequences that go on; None if it has ended."""
@@ -608,7 +629,6 @@ class OutputProcessor:
         self._states.clear()
         self._sequences.clear()
         self._ids.clear()
-        self.journal.clear()
         for state in states:
             state.fail(error)
 

@@ -1,7 +1,7 @@
 """`SupervisedClient`: an engine that may die or hang at any moment, and is replaced by another one that goes on.
 
 It has the interface of an engine client. When the engine dies, a new one is started and sent all live requests with the
-tokens they have (`journal.py`): streams notice a pause. `quarantine.py` finds the request that caused it, if one did;
+tokens they have (`replay.py`): streams notice a pause. `quarantine.py` finds the request that caused it, if one did;
 while a request is isolated, all others wait. An engine that is silent for longer than its work explains is killed, with
 the same consequences.
 """
@@ -105,7 +105,7 @@ class SupervisedClient:
         await self._up.wait()
 
     def send(self, message: ToEngine) -> None:
-        """Send in order. Requests and aborts sent while there is no engine are in the journal."""
+        """Send in order. Requests and aborts sent while there is no engine reach the next one by replay."""
         if not self.running:
             return
         isolated = self._quarantine.isolated
@@ -177,11 +177,10 @@ class SupervisedClient:
         named = set(error.suspects)
         if not named:  # unknown: all that were in the engine
             isolated = self._quarantine.isolated
-            named = set(outputs.journal.request_ids if isolated is None else [isolated])
-        working_on = {name: outputs.progress(name) for name in outputs.journal.owners(named)}
-        # In order of arrival, so that they are isolated in this order, too.
-        order = {name: place for place, name in enumerate(outputs.journal.request_ids)}
-        working_on = dict(sorted(working_on.items(), key=lambda item: order.get(item[0], -1)))
+            named = set(outputs.request_ids if isolated is None else [isolated])
+        owners = outputs.owners(named)
+        live = [name for name in outputs.request_ids if name in owners]  # isolated in order of arrival
+        working_on = {name: outputs.progress(name) for name in [*owners.difference(live), *live]}
         logger.error(
             "the engine died: %s; it was working on %d requests: %s; %d are unfinished",
             error.message,
@@ -224,7 +223,7 @@ class SupervisedClient:
             logger.warning("request %s runs alone, because engines died while they worked on it", isolated)
             self._replay(isolated)
             return
-        for request_id in outputs.journal.request_ids:
+        for request_id in outputs.request_ids:
             if request_id != running:
                 self._replay(request_id)
 
@@ -242,8 +241,9 @@ class SupervisedClient:
             if not quarantine.has_queue(outputs.progress):
                 self._isolate_next(running=isolated)
                 return
-            if isolated in outputs.journal:  # it is replayed once all suspects were isolated
-                self._client.send(AbortRequests(request_ids=outputs.journal.engine_ids(isolated)))
+            unfinished = outputs.engine_ids(isolated)
+            if unfinished:  # replayed once all suspects were isolated
+                self._client.send(AbortRequests(request_ids=unfinished))
             self._num_fences += 1
             self._fence = -self._num_fences
             self._client.send(Call(call_id=self._fence, method="stats"))

@@ -1,20 +1,23 @@
-"""The journal against a list of everything that was said: what is replayed is what is missing, and nothing else."""
+"""What is replayed to another engine is what no output has ended yet, with the tokens that outputs had."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest
-from quire.frontend.journal import Journal, Progress
+from quire.frontend.output_processor import OutputProcessor
 from quire.sampling_params import SamplingParams
+from quire.step import SchedulerStats, SequenceOutput
 
 
 @dataclass
-class Told:
-    """One request, as an engine that heard everything knows it."""
+class Expected:
+    """One request with what the engine has sent of it."""
 
     adds: list[EngineRequest]
     texts: dict[str, list[int]]
@@ -24,7 +27,7 @@ class Told:
 
 def make_adds(name: str, count: int, size: int) -> list[EngineRequest]:
     names = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
-    params = SamplingParams(n=count, seed=3, prompt_logprobs=2, prompt_logprob_start=1)
+    params = SamplingParams(seed=3, prompt_logprobs=2, prompt_logprob_start=1)
     return [
         EngineRequest(
             request_id=name if count <= size else f"{name}/{start}",
@@ -44,9 +47,12 @@ def make_adds(name: str, count: int, size: int) -> list[EngineRequest]:
 
 @given(st.data())
 def test_what_is_left_of_everything(data: st.DataObject) -> None:
-    journal = Journal()
-    told: dict[str, Told] = {}
-    progress: dict[str, Progress] = {}
+    outputs = OutputProcessor(None)
+    told: dict[str, Expected] = {}
+
+    def process(output: SequenceOutput) -> None:
+        outputs.process(EngineOutputs([output], SchedulerStats(), 1.0))
+
     for step in range(data.draw(st.integers(1, 40))):
         choice = data.draw(st.sampled_from(["begin", "token", "token", "token", "end", "leave"]))
         live = [(name, sequence) for name, item in told.items() for sequence in item.texts]
@@ -54,32 +60,30 @@ def test_what_is_left_of_everything(data: st.DataObject) -> None:
         if choice == "begin" or not live:
             name = f"r{step}"
             adds = make_adds(name, data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5)))
-            fresh = {sequence: Progress() for add in adds for sequence in add.sequence_ids}
-            journal.begin(name, adds, fresh)
-            progress |= fresh
-            told[name] = Told(adds, {sequence: [] for sequence in fresh}, {})
+            outputs.add(name, None, adds, adds[0].sampling_params)
+            told[name] = Expected(adds, {sequence: [] for add in adds for sequence in add.sequence_ids}, {})
             continue
         name, sequence = data.draw(st.sampled_from(live))
         if choice == "token":
             told[name].texts[sequence].append(step)
             told[name].states[sequence] = step / 2
-            progress[sequence].token_ids.append(step)
-            progress[sequence].sampler_state = step / 2
+            process(SequenceOutput(sequence, [step], sampler_state=step / 2))
         elif choice == "end":
             told[name].ended.add(sequence)
-            journal.end_sequence(name, sequence)
+            process(SequenceOutput(sequence, [], finish_reason="stop"))
+        else:
+            outputs.abort([name])
         if choice == "leave" or told[name].ended == set(told[name].texts):
-            journal.end(name)
             del told[name]
-    assert journal.request_ids == list(told)
+    assert outputs.request_ids == list(told)
     for name, item in told.items():
-        check(journal, name, item)
-    journal.clear()
-    assert journal.request_ids == []
+        check(outputs, name, item)
+    outputs.fail_all(RuntimeError())
+    assert outputs.request_ids == []
 
 
-def check(journal: Journal, name: str, item: Told) -> None:
-    again = journal.replay(name)
+def check(outputs: OutputProcessor, name: str, item: Expected) -> None:
+    again = outputs.replay(name)
     seeds = {s: seed for add in item.adds for s, seed in zip(add.sequence_ids, add.seeds, strict=True)}
     texts: dict[str, list[int]] = {}
     for add in again:
@@ -95,18 +99,29 @@ def check(journal: Journal, name: str, item: Told) -> None:
                 assert add.resumed[index].sampler_state == item.states[sequence]
     assert texts == {sequence: text for sequence, text in item.texts.items() if sequence not in item.ended}
     assert len({add.request_id for add in again}) == len(again)
-    assert journal.owners([add.request_id for add in again]) == {name}
-    assert journal.owners([*texts, "nobody"]) == {name, "nobody"}
-    assert sorted(journal.engine_ids(name)) == sorted(texts)
+    assert outputs.owners([add.request_id for add in again]) == {name}
+    assert outputs.owners([*texts, "unknown"]) == {name, "unknown"}
+    assert sorted(outputs.engine_ids(name)) == sorted(texts)
     # What was handed over is not what the next tokens are appended to.
     for add in again:
         for part in add.resumed or ():
             part.token_ids.append(-1)
-    assert [add for add in journal.replay(name) if add.resumed and any(-1 in p.token_ids for p in add.resumed)] == []
+    assert [add for add in outputs.replay(name) if add.resumed and any(-1 in p.token_ids for p in add.resumed)] == []
 
 
-def test_a_request_without_tokens_is_told_as_it_was() -> None:
-    journal = Journal()
+def test_a_request_without_tokens_is_replayed_as_it_was() -> None:
+    outputs = OutputProcessor(None)
     adds = make_adds("r", 3, 2)
-    journal.begin("r", adds, {sequence: Progress() for add in adds for sequence in add.sequence_ids})
-    assert journal.replay("r") == adds
+    outputs.add("r", None, adds, adds[0].sampling_params)
+    assert outputs.replay("r") == adds
+
+
+@pytest.mark.parametrize("name", ["prompt_logprobs", "logprobs"])
+def test_a_request_whose_parameters_were_not_copied_goes_on(name: str) -> None:
+    params = SamplingParams(skip_clone=True, flat_logprobs=True, **{name: 1})
+    outputs = OutputProcessor(None)
+    add = EngineRequest("r", [1, 2], params, 0.0, sequence_ids=["r"], seeds=[3])
+    outputs.add("r", None, [add], params)
+    outputs.process(EngineOutputs([SequenceOutput("r", [5])], SchedulerStats(), 1.0))
+    [again] = outputs.replay("r")
+    assert again.resumed is not None and again.resumed[0].token_ids == [5]
