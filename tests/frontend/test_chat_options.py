@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.errors import ConfigError, RequestError
 from quire.frontend.chat import MAX_REQUEST_TEMPLATE, REQUEST_TEMPLATES, ChatTemplate, RequestTemplates
@@ -74,11 +76,15 @@ def test_variables_by_default_give_way_to_those_of_a_request() -> None:
     assert chosen._tokenizer.decode(ids, skip_special_tokens=False) == "False|None|<|endoftext|>"
 
 
+def fake_info(config: EngineConfig) -> ModelInfo:
+    return dataclasses.replace(fake_front_model().info, path=Path(config.model.model))
+
+
 def test_options_reach_the_template_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(
         tmp_path / "model", "byte_level", chat_template="{{ style }}{{ messages[0].content[0].text }}"
     )
-    monkeypatch.setattr("quire.frontend.front_model.load_model_info", lambda *_: fake_front_model().info)
+    monkeypatch.setattr("quire.frontend.front_model.load_info", fake_info)
     config = EngineConfig.from_kwargs(
         model=str(folder), chat_template_content_format="openai", default_chat_template_kwargs={"style": "S"}
     )
@@ -91,7 +97,7 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path, monkeypatch: pytest.Mon
     """As transformers has it: "tool_use" is taken if there are tools, in whichever file it stands."""
     from transformers import PreTrainedTokenizerFast
 
-    monkeypatch.setattr("quire.frontend.front_model.load_model_info", lambda *_: fake_front_model().info)
+    monkeypatch.setattr("quire.frontend.front_model.load_info", fake_info)
     plain, tool_use = "{{ messages[0].content }}", "{{ tools | tojson }}{{ messages[0].content }}"
     listed = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tool_use}]
     one = write_folder(tmp_path / "one", "byte_level", chat_template=listed)
@@ -220,8 +226,6 @@ def test_templates_from_many_threads() -> None:
 
 
 def test_a_front_without_tokenizer_takes_no_template() -> None:
-    import dataclasses
-
     front = dataclasses.replace(fake_front_model(), tokenizer=None)
     with refused("chat_template"):
         front.template("{{ x }}")

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from quire.checkpoint.folder import resolve_model
-from quire.checkpoint.hf_config import ModelInfo, load_model_info
-from quire.checkpoint.pooling import with_runner
+from quire.checkpoint.hf_config import ModelInfo
 from quire.checks import INT64_MAX
 from quire.config import EngineConfig, ModelConfig
+from quire.engine.resolve import load_info
 from quire.engine_request import ThinkingData
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
@@ -188,10 +188,10 @@ def load_front_model(config: EngineConfig) -> FrontModel:
         ModelError: a file is missing or malformed; the message names it.
     """
     model = config.model
-    folder = resolve_model(model.model, revision=model.revision, download_dir=model.download_dir)
-    info = with_runner(load_model_info(folder, model.hf_overrides, model.model_impl), model.runner, model.convert)
+    info = load_info(config)
     tokenizer = chat_template = None
     if not model.skip_tokenizer_init:
+        folder = info.path
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
         tokenizer = Tokenizer.from_folder(folder)
