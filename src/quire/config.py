@@ -30,91 +30,91 @@ class ModelConfig:
     """Model"""
 
     model: str = option(DEMO_MODEL, "Model folder, Hugging Face id, or the built-in quire-demo.")
-    served_model_name: list[str] = option([], "Names under which the server offers the model; default: the model.")
-    tokenizer: str | None = option(None, "Folder or id of the tokenizer, if not the model's own.")
-    skip_tokenizer_init: bool = option(False, "Work on token ids only; no tokenizer is loaded.")
+    served_model_name: list[str] = option([], "Model names in the API; default: the value of --model.")
+    tokenizer: str | None = option(None, "Folder or Hugging Face id of the tokenizer; default: the model's.")
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer; prompts and outputs are token ids.")
     revision: str | None = option(None, "Branch, tag or commit on the Hugging Face hub.")
-    download_dir: str | None = option(None, "Where downloads are kept; default: the Hugging Face cache.")
+    download_dir: str | None = option(None, "Folder for downloads; default: the Hugging Face cache.")
     model_impl: str = option(
         "auto",
-        "Whose code runs the model: quire's own; an installed transformers', for any of its causal language models; "
-        "auto takes the first that knows it.",
+        "Model implementation: quire; transformers, for any causal language model of the installed transformers; "
+        "auto: quire if it supports the model, otherwise transformers.",
         choices=("auto", "quire", "transformers"),
     )
     runner: str = option(
         "auto",
-        "What the model is run for: generate text, or pooling, that is vectors and scores of texts; auto: what its "
-        "architecture does, or pooling where the folder has sentence-transformers' files.",
+        "Task of the model: generate text, or pooling (embeddings and scores); auto: by its architecture, or "
+        "pooling if the folder has sentence-transformers' files.",
         choices=("auto", "generate", "pooling"),
     )
     convert: str = option(
         "auto",
-        "What pooling makes of a model that generates text: vectors (embed), or how likely it says yes (classify); "
-        "auto: what its folder says, or embed.",
+        "Convert a text generation model for pooling: embeddings (embed), or the probability of yes (classify); "
+        "auto: as its folder specifies, or embed.",
         choices=("auto", "none", "embed", "classify"),
     )
     load_format: str = option(
         "auto",
-        "How weights are read: safetensors or GGUF, whichever there is (auto); pickles of PyTorch only by name (pt); "
-        "dummy invents them.",
+        "Format of the weights: auto loads safetensors or GGUF, whichever is present; pt loads PyTorch pickle "
+        "files; dummy initializes random weights.",
         choices=("auto", "safetensors", "pt", "gguf", "dummy"),
     )
     safetensors_load_strategy: str = option(
         "lazy",
-        "How safetensors and GGUF files come into memory: mapped and read when their turn comes (lazy), the system "
-        "reading them ahead meanwhile (prefetch), or read whole before anything else, for slow network disks (eager).",
+        "How safetensors and GGUF files are read: memory-mapped and read on demand (lazy), with read-ahead in the "
+        "background (prefetch), or read as a whole first, for slow network disks (eager).",
         choices=("lazy", "prefetch", "eager"),
     )
     dtype: str = option(
         "auto",
-        "Type the weights are held in; auto takes the checkpoint's.",
+        "Data type of weights and activations; auto: that of the checkpoint.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = option(
         None,
-        "Turn weights into integers while loading: int8 with inputs rounded to 8 bits too, int8-weight-only without, "
-        "int4 in groups of 64 with inputs of 8 bits; embeddings and output head keep 8 bits. The other names say what "
-        "the checkpoint is quantized with, which is found out without them, and are refused if it is not.",
+        "Quantize weights while loading: int8 (weights and activations), int8-weight-only, or int4 (groups of 64, "
+        "activations in 8 bits); embeddings and output head use 8 bits. The other names state the format of a "
+        "quantized checkpoint, which is detected without them, and are refused if it has another.",
         choices=("int8", "int4", "int8-weight-only", *STORED_QUANTIZATIONS),
     )
     max_model_len: int | None = option(
-        None, "Longest prompt plus output, in tokens; default: the model's.", low=1, metavar="TOKENS"
+        None, "Maximum length of prompt plus output; default: the model's.", low=1, metavar="TOKENS"
     )
-    hf_overrides: dict[str, Any] = option({}, "JSON object merged over the model's config.json.", json=True)
+    hf_overrides: dict[str, Any] = option({}, "JSON object merged into the model's config.json.", json=True)
     generation_config: str = option(
         "auto",
-        "Where default sampling values come from: auto reads generation_config.json, none keeps the neutral ones.",
+        "Source of default sampling parameters: auto reads generation_config.json, none uses Quire's defaults.",
         choices=("auto", "none"),
     )
     max_logprobs: int = option(
-        20, "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.", low=-1
+        20, "Maximum number of log-probabilities per position that a request can get; -1: the whole vocabulary.", low=-1
     )
     logits_processors: list[str] = option(
         [],
-        "Plug-ins that requests may name to change logits: NAME=MODULE:ATTRIBUTE, or the name of an entry point of "
-        "the group quire.logits_processors.",
+        "Logits processors that requests can select: NAME=MODULE:ATTRIBUTE, or the name of an entry point of the "
+        "group quire.logits_processors.",
         metavar="PLUGIN",
     )
-    chat_template: str | None = option(None, "File with a Jinja chat template, if not the model's own.")
+    chat_template: str | None = option(None, "File with a Jinja chat template; default: the model's.")
     chat_template_content_format: str = option(
         "auto",
-        "How chat templates are given content: as a text (string), as a list of parts (openai), or as the request has "
-        "it, but as a text where the template knows no parts (auto).",
+        "Format of message content for the chat template: string, list of parts (openai), or as in the request, "
+        "but a string if the template does not support parts (auto).",
         choices=("auto", "string", "openai"),
     )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, "JSON object of chat template variables, such as enable_thinking; requests override it.", json=True
     )
     tool_call_parser: str | None = option(
-        None, "Format of the model's tool calls; default: recognised from the chat template.", metavar="NAME"
+        None, "Format of the model's tool calls; default: detected from the chat template.", metavar="NAME"
     )
     reasoning_parser: str | None = option(
-        None, "Format of the model's reasoning; default: recognised from the chat template.", metavar="NAME"
+        None, "Format of the model's reasoning; default: detected from the chat template.", metavar="NAME"
     )
-    allow_nonfinite: bool = option(False, "Serve weights even if some are NaN or infinite.")
+    allow_nonfinite: bool = option(False, "Accept weights that contain NaN or infinity.")
     seed: int = option(
         0,
-        "Seed of dummy weights and, offline, of requests that bring none; a server draws theirs.",
+        "Seed of dummy weights and, offline, of requests without a seed; a server draws a random seed for these.",
         low=0,
         high=2**63 - 1,
     )
@@ -126,39 +126,42 @@ class CacheConfig:
 
     block_size: int = option(16, "Tokens per block.", low=1, high=1024, metavar="TOKENS")
     gpu_memory_utilization: float = option(
-        0.9, "Share of the device's memory that weights and KV cache may take.", low=0.01, high=1.0
+        0.9, "Fraction of the device's memory for weights and KV cache.", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Memory of the KV cache, such as 2GiB; default: what is free.", low=1, size=True, metavar="SIZE"
+        None, "Memory for the KV cache, such as 2GiB; default: the free memory.", low=1, size=True, metavar="SIZE"
     )
-    num_gpu_blocks_override: int | None = option(None, "Number of blocks, whatever memory there is.", low=1)
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV cache blocks, regardless of the available memory.", low=1
+    )
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys and values; auto takes the weights', int8 and fp8 (e4m3, on GPUs) have a scale per token "
-        "and head.",
+        "Data type of the KV cache; auto: that of the weights; int8 and fp8 (e4m3, on GPUs) have a scale per "
+        "token and head.",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     )
     latent_cache: bool = option(
         True,
-        "Models with multi-head latent attention cache one vector per token, which all heads share; off: the keys and "
-        "values of every head.",
+        "Models with multi-head latent attention cache one latent vector per token, shared by all heads; off: "
+        "they cache the keys and values of every head.",
     )
     enable_prefix_caching: bool | None = option(
         None,
-        "Reuse the KV of earlier requests with the same beginning; default: on, but for models with layers that keep a "
-        "state.",
+        "Reuse the KV cache of earlier requests with the same prefix; default: on, except for models with "
+        "recurrent layers.",
     )
     prefix_match_unit: int = option(
         1,
-        "Reuse inside a block is rounded down to a multiple of so many tokens; the block size: whole blocks only.",
+        "Round partial-block prefix hits down to a multiple of this; with the block size, only whole blocks are "
+        "reused.",
         low=1,
         high=1024,
         metavar="TOKENS",
     )
     swap_space: int | None = option(
         None,
-        "Host memory for the KV of swapped sequences and of evicted prefixes, such as 4GiB; a bare number is GiB, 0 is "
-        "none; default: 4GiB, but on a CPU at most a quarter of the cache's memory.",
+        "Host memory for swapped sequences and evicted prefixes, such as 4GiB; a number without unit is GiB, 0 "
+        "disables it; default: 4GiB, but on a CPU at most a quarter of the KV cache's memory.",
         low=0,
         size=True,
         gib=True,
@@ -166,23 +169,23 @@ class CacheConfig:
     )
     kv_resident_layers: int = option(
         0,
-        "On a GPU, let requests in beyond its memory, with the KV of so many layers there and that of the others in "
-        "host memory (swap-space), from where each step brings it; 0: all layers are on the GPU.",
+        "On a GPU, admit requests beyond its memory: the KV cache of this many layers stays on the GPU, that of "
+        "the others is in host memory (swap-space) and loaded in each step; 0: all layers stay on the GPU.",
         low=0,
         high=1024,
         metavar="LAYERS",
     )
     kv_disk_space: int = option(
         0,
-        "Disk space for evicted prefixes, which also survive a restart there, such as 20GiB; a bare number is GiB, 0 "
-        "is none.",
+        "Disk space for cached prefixes, which survive a restart, such as 20GiB; a number without unit is GiB, 0 "
+        "disables it.",
         low=0,
         size=True,
         gib=True,
         metavar="SIZE",
     )
     kv_disk_dir: str | None = option(
-        None, "Folder of the prefixes on disk; default: one in the user's cache directory.", metavar="FOLDER"
+        None, "Folder for cached prefixes on disk; default: a folder in the user's cache directory.", metavar="FOLDER"
     )
 
 
@@ -192,68 +195,79 @@ class SchedulerConfig:
 
     scheduler: str = option(
         "unified",
-        "How steps are made: decodes and parts of prompts together (unified), or either whole prompts or decodes, "
-        "prompts first (prefill-first).",
+        "How steps are scheduled: decodes and prefill chunks together (unified), or either whole prompts or "
+        "decodes, prompts first (prefill-first).",
         choices=("unified", "prefill-first"),
     )
-    max_num_seqs: int = option(256, "Most sequences running at once.", low=1, high=65536)
-    max_num_batched_tokens: int = option(2048, "Most tokens computed in one step.", low=1, high=2**24, metavar="TOKENS")
+    max_num_seqs: int = option(256, "Maximum number of running sequences.", low=1, high=65536)
+    max_num_batched_tokens: int = option(
+        2048, "Maximum number of tokens computed in one step.", low=1, high=2**24, metavar="TOKENS"
+    )
     scheduling_policy: str = option(
         "fcfs",
-        "Who goes first among the waiting: who came first, who has the lowest priority number, whose prompt is cached "
-        "for longest (lpm), or tenants in turn by weight (fair).",
+        "Order of waiting requests: first come first served (fcfs), lowest priority number first (priority), "
+        "longest cached prefix first (lpm), or fair shares of tenants by weight (fair).",
         choices=("fcfs", "priority", "lpm", "fair"),
     )
     priority_ageing: float = option(
         60.0,
-        "With the priority policy, seconds of waiting that count as much as one rank; 0 lets low ranks wait for ever.",
+        "With the priority policy, seconds of waiting that count as one priority level; 0: no ageing, requests of "
+        "low priority can starve.",
         low=0.0,
         metavar="SECONDS",
     )
     tenant_weights: dict[str, Any] = option(
-        {}, "For the fair policy: JSON object of shares by tenant; others weigh 1.", json=True
+        {}, "With the fair policy, JSON object of weights by tenant; the weight of others is 1.", json=True
     )
     watermark: float = option(
         0.01,
-        "Share of the KV cache's blocks kept free when a request joins others, so that those can grow a little first.",
+        "Fraction of the KV cache's blocks kept free when a request is admitted, so that running requests can grow.",
         low=0.0,
         high=0.9,
     )
     delay_factor: float = option(
         0.0,
-        "With the prefill-first scheduler, new prompts wait for so many times as long as the last step of prompts "
-        "took, so that more of them go together; 0 does not let them wait.",
+        "With the prefill-first scheduler, delay new prompts by this factor times the duration of the last prompt "
+        "step, which batches more of them; 0: no delay.",
         low=0.0,
     )
     max_overtake_seconds: float = option(
         5.0,
-        "How long the first waiting request may be overtaken, because it does not fit or others are cached for longer.",
+        "Maximum time for which the first waiting request may be overtaken because it does not fit or others have "
+        "longer cached prefixes.",
         low=0.0,
         metavar="SECONDS",
     )
     jump_forward: bool = option(
-        True, "Append text that a grammar leaves no alternative to without asking the model for each token of it."
+        True,
+        "Append tokens without an alternative in the grammar without running the model for each (jump-forward "
+        "decoding).",
     )
     preemption_mode: str = option(
         "auto",
-        "What becomes of a running request when blocks run out: its KV is computed again later, or swapped to host "
-        "memory; auto swaps requests of several sequences.",
+        "How a running request is preempted when blocks run out: its KV cache is recomputed later, or swapped to "
+        "host memory; auto swaps requests with several sequences and recomputes others.",
         choices=("auto", "recompute", "swap"),
     )
     long_prefill_token_threshold: int = option(
         0,
-        "Most prompt tokens of one request in one step; 0: a prompt too long for a step gets a quarter of each.",
+        "Maximum prompt tokens of one request in one step; 0: a prompt too long for a step gets a quarter of each "
+        "step.",
         low=0,
         metavar="TOKENS",
     )
-    async_scheduling: bool | None = option(None, "Plan the next step while the last one still runs; default: on GPUs.")
+    async_scheduling: bool | None = option(
+        None, "Schedule the next step while the last one still runs; default: on for GPUs."
+    )
     max_num_queued_reqs: int | None = option(
-        None, "Most unfinished requests the server accepts before it answers 503; default: 4 x max-num-seqs.", low=1
+        None,
+        "Maximum number of unfinished requests before the server responds with 503; default: 4 x max-num-seqs.",
+        low=1,
     )
     max_num_queued_tokens: int | None = option(
         None,
-        "Most prompt tokens that wait for their first token before the server answers 503; default: so many requests "
-        "as may be unfinished, with as many tokens each as one step computes.",
+        "Maximum number of prompt tokens waiting for their first output token before the server responds with "
+        "503; default: max-num-queued-reqs x max-num-batched-tokens.",
         low=1,
         metavar="TOKENS",
     )
@@ -263,14 +277,14 @@ class SchedulerConfig:
 class LoRAConfig:
     """LoRA"""
 
-    enable_lora: bool = option(False, "Serve LoRA adapters beside the model, many in one batch.")
-    max_loras: int = option(1, "Most adapters in one batch.", low=1, high=1024)
-    max_lora_rank: int = option(16, "Highest rank of an adapter.", low=1, high=4096)
+    enable_lora: bool = option(False, "Serve LoRA adapters with the model, several in one batch.")
+    max_loras: int = option(1, "Maximum number of adapters in one batch.", low=1, high=1024)
+    max_lora_rank: int = option(16, "Maximum rank of an adapter.", low=1, high=4096)
     max_cpu_loras: int | None = option(
-        None, "Most adapters kept in memory; others are read again when they are needed; default: max-loras.", low=1
+        None, "Maximum number of adapters in memory; others are loaded again when needed; default: max-loras.", low=1
     )
     lora_extra_vocab_size: int = option(
-        0, "By how many tokens an adapter may enlarge the vocabulary.", low=0, high=65536, metavar="TOKENS"
+        0, "Maximum number of tokens that an adapter adds to the vocabulary.", low=0, high=65536, metavar="TOKENS"
     )
 
 
@@ -280,35 +294,35 @@ class DeviceConfig:
 
     device: str = option(
         "auto",
-        "Where the model runs: auto takes an NVIDIA GPU (cuda) if there is one and PyTorch and Triton are installed; "
-        "reference is plain PyTorch, slow and readable.",
+        "Device: auto uses an NVIDIA GPU (cuda) if present and if PyTorch and Triton are installed; reference is "
+        "plain PyTorch, slow and readable.",
         choices=("auto", "cpu", "cuda", "reference"),
     )
     enforce_eager: bool = option(
         False,
-        "On a GPU, launch every kernel from Python and record no CUDA graphs: slower steps, a little more memory.",
+        "On a GPU, launch every kernel from Python without CUDA graphs: slower steps, slightly less memory in use.",
     )
     max_cudagraph_capture_size: int = option(
-        512, "Steps of up to so many tokens are recorded as CUDA graphs.", low=1, high=65536, metavar="TOKENS"
+        512, "Maximum number of tokens of a step that is captured as a CUDA graph.", low=1, high=65536, metavar="TOKENS"
     )
     attention_backend: str = option(
         "auto",
-        "Whose attention kernels run on a GPU: ours (triton); PyTorch's for prompts that begin here and ours for the "
-        "rest (torch); FlashInfer's, if installed (flashinfer); auto: what is fastest where both can do it.",
+        "Attention kernels on a GPU: Quire's (triton); PyTorch's for prompts that begin in a step and Quire's for "
+        "the rest (torch); FlashInfer's, if installed (flashinfer); auto: the fastest that supports the case.",
         choices=("auto", "triton", "torch", "flashinfer"),
     )
-    num_threads: int | None = option(None, "Threads of the CPU kernels; default: all cores.", low=1, high=1024)
+    num_threads: int | None = option(None, "Number of CPU threads; default: all cores.", low=1, high=1024)
     simd_level: str = option(
         "auto",
-        "Instructions of the CPU kernels; auto uses all that this CPU has, others also restrict it to theirs.",
+        "Instruction set of the CPU kernels; auto: all that the CPU supports; other values restrict them.",
         choices=("auto", "avx512-bf16-vnni", "avx512", "avx2", "neon", "generic"),
     )
     batch_invariant: bool = option(
         False,
-        "Give the same tokens and log-probabilities, bit by bit, in any batch, chunk, or cache. CPU kernels always do; "
-        "the reference then computes every row by itself.",
+        "Return bitwise identical tokens and log-probabilities regardless of batch, chunks and cache. CPU kernels "
+        "always do; the reference backend then computes every row separately.",
     )
-    tensor_parallel_size: int = option(1, "Ranks a layer is split over; only 1 so far.", low=1, high=1)
+    tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks; only 1 so far.", low=1, high=1)
 
 
 CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, LoRAConfig, DeviceConfig)

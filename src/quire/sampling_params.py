@@ -287,14 +287,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     n: Annotated[
         int,
         Option(
-            _integer(1, MAX_N), "Completions per prompt; with beam search, beams.", affects="number", front_end=True
+            _integer(1, MAX_N),
+            "Number of completions per prompt; with beam search, of beams.",
+            affects="number",
+            front_end=True,
         ),
     ] = 1
     best_of: Annotated[
         int | None,
         Option(
             _integer(1, MAX_N),
-            "Generate so many completions and return the n most likely ones.",
+            "Number of completions to generate, of which the n most likely are returned.",
             affects="number",
             front_end=True,
         ),
@@ -319,7 +322,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = 1.0
     temperature: Annotated[
-        float, Option(_number(0.0, 2.0), "0 always takes the likeliest token; higher is more random.", names=HF_OLLAMA)
+        float,
+        Option(
+            _number(0.0, 2.0),
+            "Sampling temperature; 0 is greedy decoding, higher values are more random.",
+            names=HF_OLLAMA,
+        ),
     ] = 1.0
     top_p: Annotated[
         float,
@@ -330,17 +338,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = 1.0
     top_k: Annotated[
-        int, Option(_integer(-1), "Sample from so many likeliest tokens; 0 takes all.", names=HF_OLLAMA)
+        int, Option(_integer(-1), "Sample from this number of most likely tokens; 0: all.", names=HF_OLLAMA)
     ] = 0
     min_p: Annotated[
         float,
-        Option(_number(0.0, 1.0), "Drop tokens less likely than this share of the likeliest one.", names=HF_OLLAMA),
+        Option(
+            _number(0.0, 1.0),
+            "Exclude tokens less likely than this fraction of the most likely token.",
+            names=HF_OLLAMA,
+        ),
     ] = 0.0
     seed: Annotated[
         int | None,
         Option(
             _integer_or_unset(-(2**63)),
-            "Makes random sampling repeatable, whatever else runs beside; default: that of --seed, if given.",
+            "Seed that makes sampling reproducible in any batch; default: that of --seed, if given.",
             names=OLLAMA,
         ),
     ] = None
@@ -356,53 +368,60 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         list[str] | None,
         Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.", tokenizer=True),
     ] = None
-    ignore_eos: Annotated[bool, Option(check_bool, "Go on after the end-of-text token.")] = False
-    max_tokens: Annotated[int | None, Option(_integer(1), "Most tokens to generate.", names=("hf.max_new_tokens",))] = (
-        16
-    )
-    min_tokens: Annotated[int, Option(_integer(0), "Bar the end-of-text token before so many tokens.")] = 0
+    ignore_eos: Annotated[bool, Option(check_bool, "Continue after the end-of-sequence token.")] = False
+    max_tokens: Annotated[
+        int | None, Option(_integer(1), "Maximum number of tokens to generate.", names=("hf.max_new_tokens",))
+    ] = 16
+    min_tokens: Annotated[
+        int, Option(_integer(0), "Minimum number of tokens before the end-of-sequence token is allowed.")
+    ] = 0
     logprobs: Annotated[
         int | None,
         Option(
-            _check_logprobs, "Report the log-probability of each token and of so many alternatives.", affects="logprobs"
+            _check_logprobs,
+            "Return the log-probability of each token and of this number of alternatives.",
+            affects="logprobs",
         ),
     ] = None
     prompt_logprobs: Annotated[
         int | None, Option(_check_logprobs, "The same for each token of the prompt.", affects="prompt_logprobs")
     ] = None
     logit_bias: Annotated[
-        dict[int, float] | None, Option(_check_logit_bias, "JSON object of token id to a number added to its logit.")
+        dict[int, float] | None,
+        Option(_check_logit_bias, "JSON object that maps token ids to numbers added to their logits."),
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
         Option(
             _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1),
-            "Token id that may be generated, nothing else; may be repeated.",
+            "Allowed token id; all others are excluded; may be repeated.",
             token_ids=True,
         ),
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, Option(_integer(1), "Keep only the last so many tokens of the prompt.", affects="prompt")
+        int | None, Option(_integer(1), "Keep only this number of tokens at the end of the prompt.", affects="prompt")
     ] = None
     structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, front_end=True)] = (
         None
     )
-    thinking_token_budget: Annotated[int | None, Option(_integer_or_unset(-1), "Most tokens of reasoning.")] = None
+    thinking_token_budget: Annotated[
+        int | None, Option(_integer_or_unset(-1), "Maximum number of reasoning tokens.")
+    ] = None
     detokenize: Annotated[bool, Option(check_bool)] = True
-    skip_special_tokens: Annotated[bool, Option(check_bool, "Leave special tokens out of the text.")] = True
+    skip_special_tokens: Annotated[bool, Option(check_bool, "Remove special tokens from the text.")] = True
     include_stop_str_in_output: Annotated[bool, Option(check_bool, "Keep the stop text at the end of the output.")] = (
         False
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     spaces_between_special_tokens: Annotated[
-        bool, Option(check_bool, "Keep the blanks that a tokenizer puts beside special tokens.", needs=("detokenize",))
+        bool, Option(check_bool, "Keep the spaces that a tokenizer adds around special tokens.", needs=("detokenize",))
     ] = True
     stream_interval: Annotated[int | None, Option(_integer(1), front_end=True)] = None
     logprob_token_ids: Annotated[
         list[int] | None,
         Option(
             _token_ids(MAX_LOGPROB_TOKEN_IDS, least=1),
-            "Report the log-probability of this token id at each position; may be repeated.",
+            "Return the log-probability of this token id at each position; may be repeated.",
             affects="logprobs",
             token_ids=True,
         ),
@@ -414,7 +433,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         int | None,
         Option(
             _integer(0),
-            "First position of the prompt whose log-probability is reported.",
+            "First prompt position whose log-probability is returned.",
             needs=("prompt_logprobs",),
             affects="prompt_logprobs",
         ),
@@ -434,7 +453,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         float,
         Option(
             _number(0.0, 1.0, low_open=True),
-            "Sample from the tokens of the most ordinary surprise with this total probability; 1 is off.",
+            "Locally typical sampling: the total probability of the tokens kept; 1 is off.",
             names=OLLAMA,
         ),
     ] = 1.0
@@ -442,54 +461,60 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         float,
         Option(
             _check_top_n_sigma,
-            "Drop tokens whose logit is so many standard deviations below the largest one; 0 is off.",
+            "Exclude tokens whose logit is this many standard deviations below the maximum; 0 is off.",
         ),
     ] = 0.0
     xtc_probability: Annotated[
-        float, Option(_number(0.0, 1.0), "How often the likeliest tokens are excluded (XTC).")
+        float, Option(_number(0.0, 1.0), "Probability of excluding the most likely tokens (XTC).")
     ] = 0.0
     xtc_threshold: Annotated[
         float,
         Option(
             _number(0.0, 1.0),
-            "From which probability on XTC excludes tokens; the least likely of these stays.",
+            "Minimum probability of tokens that XTC excludes; the least likely of them is kept.",
             needs=("xtc_probability",),
         ),
     ] = 0.1
     dry_multiplier: Annotated[
-        float, Option(_number(0.0, 100.0), "Makes tokens less likely that would continue a repetition (DRY); 0 is off.")
+        float,
+        Option(
+            _number(0.0, 100.0), "Strength of the DRY penalty on tokens that would continue a repetition; 0 is off."
+        ),
     ] = 0.0
     dry_base: Annotated[
         float,
         Option(
-            _number(1.0, 100.0), "By how much DRY grows with each token of a repetition.", needs=("dry_multiplier",)
+            _number(1.0, 100.0),
+            "Base of the DRY penalty, by which it grows with each repeated token.",
+            needs=("dry_multiplier",),
         ),
     ] = 1.75
     dry_allowed_length: Annotated[
-        int, Option(_integer(1), "From which length on DRY counts a repetition.", needs=("dry_multiplier",))
+        int, Option(_integer(1), "Minimum length of a repetition that DRY penalizes.", needs=("dry_multiplier",))
     ] = 2
     dry_penalty_last_n: Annotated[
-        int, Option(_integer(-1), "How many tokens DRY looks back; -1 is all.", needs=("dry_multiplier",))
+        int, Option(_integer(-1), "Number of previous tokens that DRY scans; -1: all.", needs=("dry_multiplier",))
     ] = -1
     dry_sequence_breakers: Annotated[
         list[str] | None,
         Option(
             _strings(MAX_SEQUENCE_BREAKERS, MAX_BREAKER_LENGTH),
-            "Text that ends what DRY counts as repeated; may be repeated.",
+            "Text at which DRY stops matching a repetition; may be repeated.",
             needs=("dry_multiplier",),
         ),
     ] = None
     dynatemp_range: Annotated[
-        float, Option(_number(0.0, 2.0), "The temperature moves up and down by so much with the entropy; 0 is off.")
+        float, Option(_number(0.0, 2.0), "Dynamic temperature: range around the temperature, by entropy; 0 is off.")
     ] = 0.0
     dynatemp_exponent: Annotated[
-        float, Option(_number(0.0, 100.0), "How the entropy becomes that temperature.", needs=("dynatemp_range",))
+        float,
+        Option(_number(0.0, 100.0), "Dynamic temperature: exponent applied to the entropy.", needs=("dynatemp_range",)),
     ] = 1.0
     mirostat: Annotated[
         int,
         Option(
             _integer(0, 2),
-            "Keep the surprise of the text constant, by version 1 or 2 of mirostat; 0 is off.",
+            "Version of mirostat, which keeps the surprise of the text constant, 1 or 2; 0 is off.",
             names=OLLAMA,
         ),
     ] = 0
@@ -497,13 +522,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         float,
         Option(
             _number(0.0, 100.0, low_open=True),
-            "The surprise that mirostat aims at, in bits.",
+            "Target surprise of mirostat, in bits.",
             needs=("mirostat",),
             names=OLLAMA,
         ),
     ] = 5.0
     mirostat_eta: Annotated[
-        float, Option(_number(0.0, 1.0), "How fast mirostat learns.", needs=("mirostat",), names=OLLAMA)
+        float, Option(_number(0.0, 1.0), "Learning rate of mirostat.", needs=("mirostat",), names=OLLAMA)
     ] = 0.1
     watermarking: Annotated[Any, Option(refused="texts are not watermarked")] = None
     routed_experts_prompt_start: Annotated[int | None, Option(refused="the choice of experts is not reported")] = None

@@ -19,12 +19,12 @@ TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 class ServerConfig:
     """Server"""
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
-    port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
-    api_key: list[str] = option([], "Key that clients must send as a bearer token; may be repeated.", secret=True)
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces.")
+    port: int = option(8000, "Port to listen on; 0 for any free port.", low=0, high=65535)
+    api_key: list[str] = option([], "API key that clients must send as a bearer token; may be repeated.", secret=True)
     engine: str = option(
         "process",
-        "Whether the engine has a process of its own or a thread of the server's.",
+        "Run the engine in a separate process, or in a thread of the server (inline).",
         choices=("process", "inline"),
     )
     ssl_certfile: str | None = option(None, "TLS certificate file; serves HTTPS together with --ssl-keyfile.")
@@ -34,77 +34,74 @@ class ServerConfig:
     )
     timeout_keep_alive: int = option(5, "Seconds an idle connection stays open.", low=1, high=3600, metavar="SECONDS")
     shutdown_timeout: float = option(
-        30.0, "Seconds that running requests may go on after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
+        30.0, "Seconds that running requests may continue after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
     )
     trust_request_chat_template: bool = option(
-        False, "Let requests bring a chat template of their own; it runs sandboxed, with bounds."
+        False, "Accept chat templates in requests; they run in a sandbox with limits."
     )
-    ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of refusing the request.")
+    ignore_unknown_fields: bool = option(False, "Ignore unknown request fields instead of rejecting the request.")
     disable_fastapi_docs: bool = option(False, "Do not serve /docs and /openapi.json.")
-    disable_playground: bool = option(False, "Do not serve the page at / with a chat and a live picture of the engine.")
+    disable_playground: bool = option(False, "Do not serve the playground at /.")
     enable_debug_endpoints: bool = option(
-        False, "Serve /debug/blocks and /debug/prefixes, which show what the KV cache holds and for whom."
+        False, "Serve /debug/blocks and /debug/prefixes, which show the contents of the KV cache and their owners."
     )
     disable_log_stats: bool = option(False, "Do not log throughput every ten seconds.")
     disable_access_log: bool = option(False, "Do not log each HTTP request.")
-    log_level: str = option("info", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
+    log_level: str = option("info", "Lowest level of messages shown.", choices=("debug", "info", "warning", "error"))
 
     # What stands between the socket and the engine: limits of time, number and origin.
     max_ttft: float | None = option(
         None,
-        "Answer 503 at once to requests whose first token would, by the length of the queue, come later than this.",
+        "Respond with 503 at once to requests whose predicted time to first token exceeds this.",
         low=0.01,
         high=86400.0,
         metavar="SECONDS",
     )
     request_timeout: float | None = option(
         None,
-        "Most seconds an answer may take, waiting included; then 504. Requests may ask for less.",
+        "Maximum time of a request, including queueing; then 504. Requests can set a lower one.",
         low=0.01,
         high=604800.0,
         metavar="SECONDS",
     )
     api_key_file: str | None = option(
-        None, "File of API keys and their limits, read again when it changes; see docs/limits.md.", metavar="FILE"
+        None, "File with API keys and their limits, reloaded when it changes; see docs/limits.md.", metavar="FILE"
     )
     max_connections: int | None = option(
-        None, "Most connections at a time; default: what the limit of open files leaves.", low=1, high=2**20
+        None, "Maximum number of connections; default: derived from the limit of open files.", low=1, high=2**20
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        "Seconds without an event after which a stream gets a comment, so that no proxy takes it for dead; 0: none.",
+        "Seconds without an event after which a stream gets a keep-alive comment, so that proxies do not close "
+        "it; 0: never.",
         low=0.0,
         high=3600.0,
         metavar="SECONDS",
     )
-    ssl_ca_certs: str | None = option(None, "File of the authorities that sign certificates of clients.")
+    ssl_ca_certs: str | None = option(None, "File with the CA certificates for client certificates.")
     ssl_cert_reqs: str = option(
-        "none", "Whether clients must have a certificate.", choices=("none", "optional", "required")
+        "none", "Whether client certificates are required.", choices=("none", "optional", "required")
     )
     uds: str | None = option(
-        None, "Unix socket to listen on, in place of an address; only its owner may connect.", metavar="PATH"
+        None, "Unix socket to listen on, instead of an address; only its owner can connect.", metavar="PATH"
     )
-    root_path: str = option("/", "Prefix of all paths that a proxy in front takes away.", metavar="PATH")
-    allowed_origins: list[str] = option(
-        [], "Web page origin that may use the server from a browser, or *; may be repeated. Default: none."
-    )
-    allowed_methods: list[str] = option(
-        [], "Method that these pages may use; may be repeated; default: GET, POST, DELETE."
-    )
-    allowed_headers: list[str] = option([], "Header that these pages may send; may be repeated; default: any.")
-    allow_credentials: bool = option(False, "Let browsers send cookies along.")
+    root_path: str = option("/", "Path prefix that a reverse proxy strips.", metavar="PATH")
+    allowed_origins: list[str] = option([], "Allowed CORS origin, or *; may be repeated. Default: none.")
+    allowed_methods: list[str] = option([], "Allowed CORS method; may be repeated; default: GET, POST, DELETE.")
+    allowed_headers: list[str] = option([], "Allowed CORS header; may be repeated; default: any.")
+    allow_credentials: bool = option(False, "Allow credentials such as cookies in CORS requests.")
 
     # What happens when the engine dies or hangs.
     max_engine_restarts: int = option(
         3,
-        "Most times within a minute that an engine process which died is replaced, not counting deaths for which a "
-        "request is to blame; 0: never. Live requests go on.",
+        "Maximum number of restarts of the engine process within a minute, not counting crashes caused by a "
+        "request; 0: never. Live requests continue.",
         low=0,
         high=1000,
     )
     engine_stall_timeout: float = option(
         3.0,
-        "Seconds for which an engine process may be silent beyond what its work explains, before it is replaced.",
+        "Seconds of silence, beyond the expected duration of its work, after which an engine process is replaced.",
         low=2.0,
         high=86400.0,
         metavar="SECONDS",
@@ -112,76 +109,78 @@ class ServerConfig:
 
     # Responses that are kept for later (POST /v1/responses).
     max_stored_responses: int = option(
-        1000, "Most responses kept in memory; the oldest ones go first. 0: none.", low=0, high=2**20
+        1000, "Maximum number of stored responses; the oldest are dropped first. 0: none.", low=0, high=2**20
     )
     max_stored_response_bytes: int = option(
-        64 * 2**20, "Most memory for them, such as 64MiB.", low=0, size=True, metavar="SIZE"
+        64 * 2**20, "Maximum memory for stored responses, such as 64MiB.", low=0, size=True, metavar="SIZE"
     )
     stored_response_ttl: float = option(
-        86400.0, "Seconds after its end that a response is kept.", low=1.0, high=2592000.0, metavar="SECONDS"
+        86400.0, "Seconds for which a response is stored after its end.", low=1.0, high=2592000.0, metavar="SECONDS"
     )
 
     # Several models in one server.
     models: str | None = option(
         None,
-        "YAML file with a list of models to serve in place of one; each takes options of its own, see "
+        "YAML file with a list of models to serve instead of one; each has its own options, see "
         "docs/several_models.md.",
         metavar="FILE",
     )
-    max_loaded_models: int | None = option(
-        None, "Most models in memory at a time; default: all there are.", low=1, high=1024
-    )
+    max_loaded_models: int | None = option(None, "Maximum number of loaded models; default: all.", low=1, high=1024)
     model_idle_timeout: float = option(
         0.0,
-        "Seconds without requests after which a model gives up memory until the next one; 0: never.",
+        "Seconds without requests after which a model releases memory until the next request; 0: never.",
         low=0.0,
         high=31536000.0,
         metavar="SECONDS",
     )
     model_idle_action: str = option(
         "sleep",
-        "What an idle model gives up: the KV cache's memory (sleep), or all of it (unload), but not if it is pinned.",
+        "Memory that an idle model releases: that of the KV cache (sleep), or all of it (unload), unless the "
+        "model is pinned.",
         choices=("sleep", "unload"),
     )
     model_load_timeout: float = option(
         300.0,
-        "Seconds that loading a model may take, and that a request waits for one at most; then 503.",
+        "Maximum time for loading a model, and for a request to wait for it; then 503.",
         low=0.1,
         high=86400.0,
         metavar="SECONDS",
     )
     enable_admin_endpoints: bool = option(
-        False, "Serve /sleep, /wake_up, /reset_prefix_cache and others that operate the models; needs an API key."
+        False, "Serve /sleep, /wake_up, /reset_prefix_cache and other admin endpoints; needs an API key."
     )
     admin_api_key: list[str] = option(
         [],
-        "Key for these routes, which then take no other, and which is good for nothing else; may be repeated.",
+        "API key for the admin endpoints, which then accept no other key; it is not valid for other routes; may "
+        "be repeated.",
         secret=True,
     )
 
     lora_modules: list[str] = option(
         [],
-        "Adapter that is offered from the start, NAME=PATH or a JSON object of name, path and base_model_name (with "
-        "several models: that of the model it belongs to); may be repeated.",
+        "Adapter to serve from the start, NAME=PATH or a JSON object with name, path and base_model_name (with "
+        "several models: the name of its base model); may be repeated.",
         metavar="ADAPTER",
     )
 
     # What is written down of requests.
     log_format: str = option(
-        "text", "Lines of the log for people, or an object of JSON each.", choices=("text", "json")
+        "text", "Log format: plain text lines, or one JSON object per line.", choices=("text", "json")
     )
     disable_access_log_for: list[str] = option(
         [],
-        "Paths of which no request is logged, such as /health,/metrics; may be repeated. Probes never are.",
+        "Paths excluded from the access log, such as /health,/metrics; may be repeated. Probes are never logged.",
         metavar="PATH",
     )
-    enable_log_requests: bool = option(False, "Log the prompts and parameters of requests, which may be private.")
+    enable_log_requests: bool = option(
+        False, "Log the prompts and parameters of requests, which may contain private data."
+    )
     max_log_len: int | None = option(
-        None, "Most characters and token ids of a prompt that are logged; default 1000.", low=0, high=2**31 - 1
+        None, "Maximum number of logged characters and token ids of a prompt; default: 1000.", low=0, high=2**31 - 1
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "Send traces of requests there, such as http://localhost:4318/v1/traces; needs quire[otel].",
+        "OTLP endpoint for request traces, such as http://localhost:4318/v1/traces; needs quire[otel].",
         metavar="URL",
     )
 

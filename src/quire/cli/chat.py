@@ -55,7 +55,7 @@ class ChatOptions:
     """Conversation"""
 
     url: str | None = option(
-        None, "Talk to a server, such as http://127.0.0.1:8000/v1, instead of loading a model.", metavar="URL"
+        None, "Use a server, such as http://127.0.0.1:8000/v1, instead of loading a model.", metavar="URL"
     )
     api_key: str | None = option(None, "Key for the server at --url.", secret=True, metavar="KEY")
     system: str | None = option(None, "System message at the start of the conversation.")

@@ -197,7 +197,7 @@ class GenerateOptions:
 class BeamOptions:
     """Beam search"""
 
-    use_beam_search: bool = option(False, "Search for the most likely completions: n of them, of best-of beams.")
+    use_beam_search: bool = option(False, "Use beam search: return the n most likely completions of best-of beams.")
     length_penalty: float = option(
         1.0,
         "Beams are ranked by the sum of log-probabilities over length to this power.",
@@ -206,8 +206,8 @@ class BeamOptions:
     )
     early_stopping: str = option(
         "false",
-        "When enough beams have finished, end at once (true), if no running one looks better (false), or only if none "
-        "can become better (never).",
+        "When enough beams have finished, stop at once (true), if no running beam looks better (false), or only "
+        "if none can become better (never).",
         choices=("true", "false", "never"),
     )
 

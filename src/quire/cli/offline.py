@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LogOptions:
     """Logging"""
 
-    log_level: str = option("warning", "Least important messages shown.", choices=("debug", "info", "warning", "error"))
+    log_level: str = option("warning", "Lowest level of messages shown.", choices=("debug", "info", "warning", "error"))
 
 
 OFFLINE_GROUPS = (*CONFIG_GROUPS, LogOptions)

@@ -33,7 +33,8 @@ class PlanOptions:
     )
     memory: int | None = option(
         None,
-        "Plan for a machine, or GPU, with so much free memory, such as 16GiB; default: what is free here.",
+        "Plan for a machine, or GPU, with this much free memory, such as 16GiB; default: the free memory of this "
+        "machine.",
         low=1,
         size=True,
         metavar="SIZE",

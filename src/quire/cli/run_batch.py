@@ -34,12 +34,12 @@ SPOOL_BYTES = 64 * 2**20
 class BatchOptions:
     """Input and output"""
 
-    input: str | None = option(None, "File of requests, one a line, or - for standard input.", metavar="FILE")
+    input: str | None = option(None, "File with one request per line, or - for standard input.", metavar="FILE")
     output: str | None = option(
         None, "File for results, in the order of input, or - for standard output.", metavar="FILE"
     )
     max_concurrency: int | None = option(
-        None, "Most requests at a time; default: 2 x max-num-seqs.", low=1, high=65536, metavar="N"
+        None, "Maximum number of concurrent requests; default: 2 x max-num-seqs.", low=1, high=65536, metavar="N"
     )
 
 

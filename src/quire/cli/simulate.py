@@ -35,8 +35,8 @@ class SimulateOptions:
     )
     synthetic: list[str] = option(
         [],
-        "Load to draw, such as poisson:rate=4,num=1000,prompt=512,output=128; kinds: poisson, uniform, burst; further "
-        "names: start, spread, prefix, groups, priority, tenant, seed. May be repeated; the loads are merged.",
+        "Synthetic load, such as poisson:rate=4,num=1000,prompt=512,output=128; kinds: poisson, uniform, burst; more "
+        "keys: start, spread, prefix, groups, priority, tenant, seed. May be repeated; the loads are merged.",
         metavar="LOAD",
     )
     time_scale: float = option(1.0, "Factor on the times of a trace; 0.5 doubles the load.", low=1e-6, high=1e6)
@@ -47,17 +47,13 @@ class SimulateOptions:
         "(further names: overhead, host, link, disk, params) with the sizes of MODEL.",
         metavar="FILE|ROOFLINE",
     )
-    slo_ttft: float | None = option(
-        None, "Most milliseconds to the first token for a request to count as good.", low=0.0, metavar="MS"
-    )
-    slo_tpot: float | None = option(
-        None, "Most milliseconds per further token for a request to count as good.", low=0.0, metavar="MS"
-    )
+    slo_ttft: float | None = option(None, "SLO for the time to first token, in milliseconds.", low=0.0, metavar="MS")
+    slo_tpot: float | None = option(None, "SLO for the time per output token, in milliseconds.", low=0.0, metavar="MS")
     waste: bool = option(False, "Also report KV slots wasted by contiguous, power-of-two and paged buffers.")
     json: bool = option(False, "Print the report as JSON.")
-    output: str | None = option(None, "CSV file with a line for each request.", metavar="FILE")
+    output: str | None = option(None, "CSV file with one line per request.", metavar="FILE")
     calibrate: bool = option(False, "Measure MODEL on this machine and fit a cost model, instead of simulating.")
-    calibrate_seconds: float = option(60.0, "How long --calibrate measures, about.", low=0.0, high=86400.0)
+    calibrate_seconds: float = option(60.0, "Approximate duration of --calibrate.", low=0.0, high=86400.0)
     save: str | None = option(None, "File for the cost model that --calibrate fits.", metavar="FILE")
 
 

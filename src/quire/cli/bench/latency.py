@@ -36,7 +36,7 @@ class LatencyOptions:
     num_iters_warmup: int = option(10, "Iterations before measuring.", low=0)
     num_iters: int = option(30, "Iterations measured.", low=1)
     output_json: str | None = option(None, "File for the result.", metavar="FILE")
-    disable_detokenize: bool = option(False, "Do not turn token ids into text.")
+    disable_detokenize: bool = option(False, "Do not detokenize outputs.")
 
 
 FLAGS = [*flags_of((LatencyOptions,)), *flags_of(OFFLINE_GROUPS)]

@@ -45,12 +45,12 @@ class QualityOptions:
     """Quality benchmark"""
 
     text: str | None = option(
-        None, "File with text to score, UTF-8; default: passages held back from the demo model.", metavar="FILE"
+        None, "File with text to score, UTF-8; default: held-out passages of the demo model.", metavar="FILE"
     )
-    passage_len: int = option(512, "Tokens that a text file is cut into.", low=2, metavar="TOKENS")
-    num_passages: int | None = option(None, "Score only so many passages, spread over all of them.", low=1)
+    passage_len: int = option(512, "Tokens per passage of a text file.", low=2, metavar="TOKENS")
+    num_passages: int | None = option(None, "Score only this number of passages, evenly spread.", low=1)
     variant: list[str] = option(
-        [], "Variant to score, " + ", ".join(VARIANTS) + "; default: all; the first is what others are compared with."
+        [], "Variant to score, " + ", ".join(VARIANTS) + "; default: all; the first is the baseline."
     )
     output_json: str | None = option(None, "File for the result.", metavar="FILE")
 

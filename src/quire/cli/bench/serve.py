@@ -41,9 +41,9 @@ class TargetOptions:
     port: int = option(8000, "Port of the server.", low=1, high=65535)
     endpoint: str | None = option(None, "Path of the API; default: the usual one of the backend.")
     api_key: str | None = option(None, "Key of the server.", secret=True)
-    model: str | None = option(None, "Model to ask for; default: the first that the server offers.")
-    tokenizer: str | None = option(None, "Folder or id of the tokenizer that makes prompts; default: the model's.")
-    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to answer; 0 does not wait.", low=0)
+    model: str | None = option(None, "Model name in requests; default: the first model of the server.")
+    tokenizer: str | None = option(None, "Folder or id of the tokenizer for prompts; default: the model's.")
+    ready_check_timeout_sec: int = option(600, "Seconds to wait for the server to respond; 0: do not wait.", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,23 @@ class LoadOptions:
     num_prompts: int = option(1000, "Requests.", low=1)
     request_rate: float = option(float("inf"), "Requests per second; inf sends all at once.", low=1e-6)
     burstiness: float = option(
-        1.0, "Shape of the arrivals: 1 is Poisson, less is burstier, more is steadier.", low=1e-3
+        1.0, "Burstiness of the arrivals: 1 is Poisson, lower is burstier, higher is more regular.", low=1e-3
     )
-    max_concurrency: int | None = option(None, "Most requests under way at once; default: no such bound.", low=1)
+    max_concurrency: int | None = option(None, "Maximum number of concurrent requests; default: unlimited.", low=1)
     num_warmups: int = option(0, "Requests sent before measuring.", low=0)
-    dataset_name: str = option("random", "Where prompts come from.", choices=("random", "custom"))
+    dataset_name: str = option("random", "Source of the prompts.", choices=("random", "custom"))
     dataset_path: str | None = option(None, 'JSON lines with "prompt" (and "output_tokens"), for custom.')
     random_input_len: int | None = option(
-        None, "Tokens per random prompt; default: 1024, or what the model's context leaves.", low=1, metavar="TOKENS"
+        None,
+        "Tokens per random prompt; default: 1024, or as many as the model's context allows.",
+        low=1,
+        metavar="TOKENS",
     )
     random_output_len: int = option(128, "Tokens to generate per request.", low=1, metavar="TOKENS")
-    random_range_ratio: float = option(0.0, "How far lengths may stray, as a share of them.", low=0.0, high=1.0)
-    random_prefix_len: int = option(0, "Tokens that all random prompts begin with.", low=0, metavar="TOKENS")
-    ignore_eos: bool = option(False, "Generate the whole length, whatever the model says.")
-    extra_body: dict[str, Any] = option({}, "JSON object of more request fields.", json=True)
+    random_range_ratio: float = option(0.0, "Maximum relative deviation of lengths.", low=0.0, high=1.0)
+    random_prefix_len: int = option(0, "Tokens of a prefix that all random prompts share.", low=0, metavar="TOKENS")
+    ignore_eos: bool = option(False, "Generate the full length, ignoring the end-of-sequence token.")
+    extra_body: dict[str, Any] = option({}, "JSON object with additional request fields.", json=True)
     seed: int = option(0, "Seed of prompts and arrival times.", low=0, high=2**63 - 1)
 
 
@@ -76,12 +79,12 @@ class ResultOptions:
 
     percentile_metrics: str = option("ttft,tpot,itl", "Metrics to report: of ttft, tpot, itl, e2el.")
     metric_percentiles: str = option("99", "Percentiles to report, separated by commas.")
-    goodput: list[str] = option([], "Limit in milliseconds such as ttft:500 (or tpot, e2el) that counts for goodput.")
+    goodput: list[str] = option([], "SLO for goodput in milliseconds, such as ttft:500 (or tpot, e2el).")
     save_result: bool = option(False, "Write the result as JSON.")
     save_detailed: bool = option(False, "Write each request's times and text too.")
     result_dir: str = option(".", "Folder for the result.", metavar="FOLDER")
     result_filename: str | None = option(None, "Name of the result file; default: made of label, rate, model, time.")
-    label: str | None = option(None, "Begins the name of the result file; default: the backend.")
+    label: str | None = option(None, "Prefix of the name of the result file; default: the backend.")
     disable_tqdm: bool = option(False, "Show no progress bar.")
 
 

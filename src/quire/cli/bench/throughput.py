@@ -28,19 +28,21 @@ class ThroughputOptions:
 
     num_prompts: int = option(1000, "Requests.", low=1)
     input_len: int | None = option(
-        None, "Tokens per random prompt; default: 1024, or what the context leaves.", low=1, metavar="TOKENS"
+        None, "Tokens per random prompt; default: 1024, or as many as the context allows.", low=1, metavar="TOKENS"
     )
     output_len: int = option(128, "Tokens generated per request.", low=1, metavar="TOKENS")
     random_range_ratio: float = option(
-        0.0, "How far lengths may stray from input-len and output-len, as a share of them.", low=0.0, high=1.0
+        0.0, "Maximum relative deviation of lengths from input-len and output-len.", low=0.0, high=1.0
     )
-    random_prefix_len: int = option(0, "Tokens that all prompts begin with, beside input-len.", low=0, metavar="TOKENS")
+    random_prefix_len: int = option(
+        0, "Tokens of a prefix that all prompts share, in addition to input-len.", low=0, metavar="TOKENS"
+    )
     dataset_path: str | None = option(
         None, 'JSON lines with "prompt" (and "output_tokens"), instead of random prompts.', metavar="FILE"
     )
     n: int = option(1, "Completions per request.", low=1, high=128)
     output_json: str | None = option(None, "File for the result.", metavar="FILE")
-    disable_detokenize: bool = option(False, "Do not turn token ids into text.")
+    disable_detokenize: bool = option(False, "Do not detokenize outputs.")
 
 
 FLAGS = [*flags_of((ThroughputOptions,)), *flags_of(OFFLINE_GROUPS)]
