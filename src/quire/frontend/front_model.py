@@ -1,6 +1,6 @@
-"""`FrontModel`: what the front end needs of a model, before the engine is there: config, tokenizer, chat template.
+"""`FrontModel`: config, tokenizer and chat template of a model, which the front end loads while the engine starts.
 
-And what follows from them for a request: what a message may contain, and what constrains its tokens.
+It also derives from them what the message of a request may contain, and what constrains its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.sampling_params import SamplingParams
 from quire.tokenizer.files import read_chat_template
 from quire.tokenizer.tokenizer import Tokenizer
 
-TAIL_TOKENS = 64  # of a prompt, in which the beginning of reasoning is looked for
+TAIL_TOKENS = 64  # of a prompt, searched for the mark that begins reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FrontModel:
 
     Attributes:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
-        request_templates: those that requests bring.
+        request_templates: compiles the chat templates that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
         max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
         logits_processors: names that requests may use.
@@ -84,10 +84,10 @@ class FrontModel:
         return [text for text in texts if text is not None]
 
     def template(self, source: str | None = None) -> ChatTemplate:
-        """Return the model's chat template, or the one with this Jinja text, which a request brought.
+        """Return the model's chat template, or that with the Jinja text `source`, which a request brought.
 
         Raises:
-            RequestError: the model has none, or the text makes none.
+            RequestError: the model has no template, or the text is not a valid one.
         """
         if source is not None:
             if self.tokenizer is None:
@@ -105,7 +105,7 @@ class FrontModel:
         choice: str = "auto",
         parallel: bool = True,
     ) -> MessageSpec:
-        """Return what may follow a prompt that ends with the beginning of an assistant's message."""
+        """Return what an assistant's message may contain that the end of this prompt begins."""
         assert self.tokenizer is not None, "there is a chat template"
         fmt, tail = self.message_format, self._tail(prompt_token_ids)
         return MessageSpec(
@@ -124,10 +124,10 @@ class FrontModel:
         """Return what constrains the tokens of a request.
 
         Args:
-            spec: what its message may contain; None for a text that is no message, which is constrained as a whole.
+            spec: what its message may contain; None for a plain completion, which is constrained as a whole.
 
         Raises:
-            UnsupportedError: reasoning is to be bounded, but the model does not mark it.
+            UnsupportedError: thinking_token_budget is set, but the model does not mark its reasoning.
         """
         if isinstance(params, PoolingParams):
             return OutputConstraints()
@@ -154,9 +154,10 @@ class FrontModel:
         return OutputConstraints(job, self._thinking(budget, is_open))
 
     def reasoning_tokens(self, spec: MessageSpec) -> ThinkingData | None:
-        """Return the tokens between which a message has its reasoning, without a bound.
+        """Return the tokens that enclose the reasoning of a message, without a bound.
 
-        None if there is none, or if its end is not a single token: spelled out it may be in any pieces.
+        None if the message has no reasoning, or if the text that ends it is several tokens: the model may generate the
+        same text with other tokens.
         """
         if not (spec.can_reason or spec.reasoning_open) or self.message_format.thinking_texts is None:
             return None
@@ -182,7 +183,7 @@ class FrontModel:
 
 
 def load_front_model(config: EngineConfig) -> FrontModel:
-    """Read what `config.model` names.
+    """Load config, tokenizer and chat template of `config.model`.
 
     Raises:
         ModelError: a file is missing or malformed; the message names it.
@@ -209,7 +210,7 @@ def load_front_model(config: EngineConfig) -> FrontModel:
 
 
 def _message_format(model: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> MessageFormat:
-    """Return the format that the options name, or else the one that the template for tools shows."""
+    """Return the format that the options name, or else the one found in the chat template for tools."""
     source = "" if template is None else template.for_tools.source
     special = {} if tokenizer is None else tokenizer.control_tokens
     return format_named(model.tool_call_parser, model.reasoning_parser, source, special)

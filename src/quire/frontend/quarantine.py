@@ -1,9 +1,9 @@
-"""`Quarantine`: finds the poison request that kills engines, and never blames another one.
+"""`Quarantine`: finds the poison request that kills engines, and never ends another request for it.
 
-After the first death of an engine all requests continue. One that was being worked on at two deaths, without having
-progressed well past the point of the first, is quarantined: it runs alone in the engine, so that another death leaves
-no doubt. For a minute after a poison request was found, one death is enough. Nothing here waits or sends;
-`recovery.py` does.
+After the first death of an engine all requests continue. A request that the engine was computing at two deaths, and
+that did not get well past the point of the first death in between, is quarantined: it runs alone in the engine, so that
+only it can have caused another death. For a minute after a poison request was found, one death is enough for
+quarantine. This module only decides; `recovery.py` waits and sends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ WINDOW_SECONDS = 60.0
 MAX_DEATHS = 2
 CLEARED_TOKENS = 8  # of each sequence: a request so far past the point of a death did not cause it
 
-# The tokens generated so far, and the unfinished sequences, of a request; None: it has ended.
+# Returns how many tokens a request has generated and how many of its sequences are unfinished; None: it has ended.
 ProgressOf = Callable[[str], tuple[int, int] | None]
 
 
 @dataclass(slots=True)
 class _Suspect:
-    """A request that was being worked on when engines died, and the number of tokens that will clear it."""
+    """A request that an engine was computing when it died, and the number of tokens that will clear it."""
 
     num_deaths: int = 0
     cleared_at: int = 0
@@ -31,11 +31,12 @@ class Quarantine:
     """Decides which requests run alone after an engine's death, and which one is ended as poison.
 
     Args:
-        max_restarts: most deaths within a minute that no poison request explains. With the last of them all suspects
-            are quarantined at once: there is no other chance.
+        max_restarts: most deaths within a minute that no poison request explains. The last of them quarantines all
+            suspects at once, because the next death would be the end.
 
     Attributes:
-        isolated: the request that runs alone in the engine; None: all run. num_poison: poison requests found so far.
+        isolated: the request that runs alone in the engine; None: all requests run.
+        num_poison: poison requests found so far.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -43,7 +44,7 @@ class Quarantine:
         self.isolated: str | None = None
         self.num_poison = 0
         self._suspects: dict[str, _Suspect] = {}
-        self._queue: list[str] = []  # of those to be isolated
+        self._queue: list[str] = []  # quarantined requests that still wait to be isolated
         self._deaths: list[tuple[float, frozenset[str]]] = []
         self._poison_found_at: float | None = None
 
@@ -70,7 +71,7 @@ class Quarantine:
         if poison is not None:
             self.num_poison += 1
             self._forget(poison)
-            self._deaths = [item for item in self._deaths if poison not in item[1]]  # which it explains
+            self._deaths = [item for item in self._deaths if poison not in item[1]]  # it explains these deaths
             self._poison_found_at = now
         if isolated is not None and isolated in self._suspects:
             self._queue.insert(0, isolated)
@@ -96,11 +97,11 @@ class Quarantine:
             self._queue.remove(request_id)
 
     def too_many_deaths(self) -> bool:
-        """Whether there were more deaths within a minute than are allowed, without those that are explained."""
+        """Whether more deaths within a minute than are allowed have no explanation."""
         return len(self._deaths) > self._max_restarts
 
     def clear(self, progress_of: ProgressOf) -> None:
-        """Clear suspects that have ended, or, unless they are to be isolated, are past the point of the death."""
+        """Clear suspects that have ended, and those past the point of the death that are not quarantined."""
         for request_id in list(self._suspects):
             quarantined = request_id == self.isolated or request_id in self._queue
             if progress_of(request_id) is None or (not quarantined and self._past(request_id, progress_of)):
@@ -111,11 +112,11 @@ class Quarantine:
         return progress is None or progress[0] >= self._suspects[request_id].cleared_at
 
     def is_over(self, progress_of: ProgressOf) -> bool:
-        """Whether the isolated request has ended, or is past the point of the death."""
+        """Whether the isolated request has ended or got past the point of the death."""
         return self.isolated is None or self.isolated not in self._suspects or self._past(self.isolated, progress_of)
 
     def has_queue(self, progress_of: ProgressOf) -> bool:
-        """Whether any request is still to be isolated."""
+        """Whether a quarantined request waits to be isolated."""
         self.clear(progress_of)
         return bool(self._queue)
 

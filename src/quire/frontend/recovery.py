@@ -1,9 +1,9 @@
-"""`SupervisedClient`: an engine that may die or hang at any moment, and is replaced by another one that goes on.
+"""`SupervisedClient`: an engine client that replaces an engine that died or hangs.
 
-It has the interface of an engine client. When the engine dies, a new one is started and sent all live requests with the
-tokens they have (`replay.py`): streams notice a pause. `quarantine.py` finds the request that caused it, if one did;
-while a request is isolated, all others wait. An engine that is silent for longer than its work explains is killed, with
-the same consequences.
+It has the interface of `EngineClient`. When the engine dies, a new engine is started and sent all unfinished requests
+with the tokens that they have (`replay.py`), so that a stream pauses and then continues. `quarantine.py` finds the
+request that killed the engine, if one did; while a request is isolated, all others wait. An engine that sends no
+heartbeat for longer than its work explains is killed, and replaced in the same way.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ from quire.frontend.quarantine import Quarantine
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
-STALLED_SECONDS = 1.5  # beyond what is explained: then the server is not ready
-STACKS_SECONDS = 2.0  # a client takes half a second at most
-SLEPT_SECONDS = 1.0  # a poll so late means that this process did not run, and perhaps the engine did not either
+STALLED_SECONDS = 1.5  # of unexplained silence, after which the server is not ready
+STACKS_SECONDS = 2.0  # for `dump_stacks`, which takes half a second at most
+SLEPT_SECONDS = 1.0  # a poll that is so late means that this process, and perhaps the engine, was suspended
 MAX_LOGGED = 8
 
 
 class SupervisedClient:
-    """Carries messages to and from whichever engine there is. `EngineClient` describes what has the same name.
+    """Sends messages to the current engine and receives its messages. `EngineClient` describes methods of both.
 
     Args:
-        client: the first engine's. make_client: makes those of later ones; None: an engine that dies is not replaced.
-        outputs: holds the live requests. max_restarts: most deaths within a minute that no poison request explains.
-        stall_timeout: seconds of unexplained silence after which an engine is ended.
+        client: of the first engine. make_client: makes the clients of later engines; None: an engine that dies is not
+            replaced.
+        outputs: returns the processor that has the unfinished requests.
+        max_restarts: most deaths within a minute that no poison request explains.
+        stall_timeout: seconds of unexplained silence after which an engine is killed.
         on_death: called at every death, before anything else. on_restart: called when another engine is ready.
 
     Attributes:
-        running: whether there is an engine. recovering: whether it is being replaced. stalled: whether it is silent.
-        num_restarts: engines after the first one. last_recovery_seconds: from the last death to the new engine.
+        recovering: whether the engine is being replaced.
+        stalled: whether it has been silent for longer than `STALLED_SECONDS` without a reason.
+        num_restarts: how many engines followed the first one.
+        last_recovery_seconds: from the last death until the new engine was ready; None if there was none.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class SupervisedClient:
         self._quarantine = Quarantine(self._max_restarts)
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._fence: int | None = None  # call whose answer says that the engine has dropped the last isolated request
+        self._fence: int | None = None  # id of the call whose answer follows the abort of the last isolated request
         self._num_fences = 0
         self._killed: EngineClient | None = None
         self.recovering = False
@@ -101,11 +105,11 @@ class SupervisedClient:
         return ready
 
     async def wait(self) -> None:
-        """Return when there is an engine, or none will come any more."""
+        """Wait until an engine is ready, or none will be started any more."""
         await self._up.wait()
 
     def send(self, message: ToEngine) -> None:
-        """Send in order. Requests and aborts sent while there is no engine reach the next one by replay."""
+        """Send a message, in order; nothing while no engine runs, because the next one gets all unfinished requests."""
         if not self.running:
             return
         isolated = self._quarantine.isolated
@@ -115,10 +119,10 @@ class SupervisedClient:
             self._review()
 
     async def receive(self) -> EngineOutputs | CallResult:
-        """Wait for a message. Raises `EngineDeadError` when there is no engine any more, nor will be."""
+        """Wait for a message. Raises `EngineDeadError` once the engine is dead and not replaced."""
         while True:
             if self._quarantine.has_suspects:
-                self._review()  # the outputs of the last message were processed meanwhile
+                self._review()  # the caller has processed the last message
             try:
                 message = await self._client.receive()
             except EngineDeadError as error:
@@ -131,7 +135,7 @@ class SupervisedClient:
             return message
 
     async def close(self) -> None:
-        """End the engine, at once if it has not loaded yet."""
+        """Stop the engine; kill it if it has not loaded yet."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -175,11 +179,13 @@ class SupervisedClient:
     def _note_death(self, error: EngineDeadError) -> EngineDeadError:
         outputs = self._outputs()
         named = set(error.suspects)
-        if not named:  # unknown: all that were in the engine
+        if not named:  # unknown: it may be any request that the engine had
             isolated = self._quarantine.isolated
             named = set(outputs.request_ids if isolated is None else [isolated])
         owners = outputs.owners(named)
-        live = [name for name in outputs.request_ids if name in owners]  # isolated in order of arrival
+        live = [
+            name for name in outputs.request_ids if name in owners
+        ]  # in order of arrival, in which they are isolated
         working_on = {name: outputs.progress(name) for name in [*owners.difference(live), *live]}
         logger.error(
             "the engine died: %s; it was working on %d requests: %s; %d are unfinished",
@@ -216,7 +222,7 @@ class SupervisedClient:
     # ---- isolated requests ----
 
     def _isolate_next(self, running: str | None = None) -> None:
-        """Isolate the next suspect, or, if there is none, replay all requests but `running`, which the engine has."""
+        """Isolate the next suspect. If there is none, replay all requests but `running`, which the engine has already."""
         outputs = self._outputs()
         isolated = self._quarantine.isolate_next(outputs.progress)
         if isolated is not None:
@@ -232,7 +238,7 @@ class SupervisedClient:
             self._client.send(engine_request)
 
     def _review(self) -> None:
-        """Clear suspects that are past the point of a death; release the isolated request once it is."""
+        """Clear suspects that got past the point of a death; release the isolated request once it did."""
         outputs, quarantine = self._outputs(), self._quarantine
         isolated = quarantine.isolated
         if isolated is None:
@@ -242,7 +248,7 @@ class SupervisedClient:
                 self._isolate_next(running=isolated)
                 return
             unfinished = outputs.engine_ids(isolated)
-            if unfinished:  # replayed once all suspects were isolated
+            if unfinished:  # it is replayed after the last suspect was isolated
                 self._client.send(AbortRequests(request_ids=unfinished))
             self._num_fences += 1
             self._fence = -self._num_fences
@@ -251,15 +257,17 @@ class SupervisedClient:
     # ---- hangs ----
 
     async def _watch(self) -> None:
-        """The watchdog: a background task."""
-        logs.request_id.set(None)  # whose request began it does not matter
+        """Kill the engine if it hangs; a background task."""
+        logs.request_id.set(None)  # the task belongs to no request
         patience = 0
         before = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
             if now - before > WATCH_SECONDS + SLEPT_SECONDS:
-                patience = int(STALLED_SECONDS / WATCH_SECONDS)  # let an engine that was stopped as well show itself
+                patience = int(
+                    STALLED_SECONDS / WATCH_SECONDS
+                )  # an engine that was suspended as well needs time to answer
             before = now
             silent = self.silent_seconds
             patience = max(patience - 1, 0) if silent else 0
@@ -277,11 +285,11 @@ class SupervisedClient:
         try:
             async with asyncio.timeout(STACKS_SECONDS):
                 await client.dump_stacks()
-        except Exception:  # a boundary: whatever goes wrong here, it must be killed
+        except Exception:  # whatever goes wrong here, the engine must be killed
             logger.exception("the stacks of the stuck engine cannot be logged")
         if client is self._client and not self.recovering:
             self._killed = client
-            client.kill()  # its end is noticed by `receive`
+            client.kill()  # `receive` raises `EngineDeadError` then
 
 
 def _shown(names: Mapping[str, object]) -> str:
