@@ -109,7 +109,7 @@ class SupervisedClient:
         await self._up.wait()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, in order; nothing while no engine runs, because the next one gets all unfinished requests."""
+        """Send a message, in order. While no engine runs, do nothing: the next one gets all unfinished requests."""
         if not self.running:
             return
         isolated = self._quarantine.isolated
@@ -222,7 +222,7 @@ class SupervisedClient:
     # ---- isolated requests ----
 
     def _isolate_next(self, running: str | None = None) -> None:
-        """Isolate the next suspect. If there is none, replay all requests but `running`, which the engine has already."""
+        """Isolate the next suspect. If there is none, replay all requests but `running`, which the engine has."""
         outputs = self._outputs()
         isolated = self._quarantine.isolate_next(outputs.progress)
         if isolated is not None:
