@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import RequestError, rename_field
-from quire.server.dialects import FieldNames
+from quire.server.field_names import FieldNames
 
 
 @pytest.mark.parametrize(

@@ -147,15 +147,8 @@ class EngineDeadError(QuireError):
 E = TypeVar("E", bound=QuireError)
 
 
-def translate_error(error: E, message: str, param: str, code: str | None = None) -> E:
-    """Return the error with another message, which names a field as the client does."""
-    error.message, error.args = message, (message,)
-    error.param = param
-    error.code = code or error.code
-    return error
-
-
-def rename_field(error: E, name: str, new_name: str, code: str | None = None) -> E:
+def rename_field(error: E, name: str, new_name: str) -> E:
     """Return the error with `new_name` as its param, and in the place of the first field `name` of its message."""
     message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda found: new_name, error.message, count=1)
-    return translate_error(error, message, new_name, code)
+    error.message, error.args, error.param = message, (message,), new_name
+    return error

@@ -1,6 +1,6 @@
 """Tools and which of them may be called: `tools`, `tool_choice` and `parallel_tool_calls`, checked.
 
-Whether a tool's schema can be enforced is found out where the grammar is made; `explain` tells it in OpenAI's words.
+Whether a tool's schema can be enforced is found out where the grammar is made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.checks import Fields, check_not_empty, check_string, list_items, missing, wrong_type, wrong_value
-from quire.errors import RequestError, UnsupportedError, echo, rename_field
+from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.formats.message import Tool
 
 MAX_TOOLS = 128
@@ -20,7 +20,6 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MODES = ("none", "auto", "required")
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-PARAMETERS = re.compile(r"tools\[(\d+)\]\.function\.parameters")
 
 
 class ToolRequest(msgspec.Struct, frozen=True):
@@ -151,14 +150,3 @@ def _chosen(tool: Fields, names: list[str]) -> str:
         where = function.place("name")
         raise RequestError(f"{where}: no tool is called {echo(name)}; there is {', '.join(names[:20])}", param=where)
     return name
-
-
-def explain(error: RequestError, tools: ToolRequest) -> RequestError:
-    """Return an error about the parameters of a tool with the field as `param`: the pointer is in the message."""
-    found = PARAMETERS.match(error.param or "")
-    if found is None:
-        return error
-    # The front numbers the tools that may be called, a client all of them.
-    ours, theirs = found[0], f"tools[{tools.places[int(found[1])]}].function.parameters"
-    code = "invalid_function_parameters" if error.code == "invalid_json_schema" else error.code
-    return rename_field(error, ours, theirs, code)

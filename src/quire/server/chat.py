@@ -13,14 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int
-from quire.errors import RequestError, UnsupportedError, rename_field
+from quire.errors import RequestError, UnsupportedError
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.prompts import TextParams
-from quire.frontend.tools import explain, requested_tools
+from quire.frontend.tools import requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, delta, whole_message
 from quire.server.context import ModelContext, model_context
+from quire.server.field_names import Name
 from quire.server.generation import (
     ChoiceUpdate,
     Chunk,
@@ -29,7 +30,6 @@ from quire.server.generation import (
     check_stream_fields,
     count_ids,
     recommended,
-    request_params,
     size_of,
 )
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -102,12 +102,7 @@ class ChatCompletion(Generation):
         elif body.max_tokens is None:
             # None: to the end of the context.
             changes["max_tokens"] = recommended(self.context).get("max_tokens")
-        if self.structured_output is not None:
-            changes["structured_outputs"] = self.structured_output.params
-        try:
-            return request_params(self.context, body, **changes)
-        except RequestError as error:
-            raise self.explain(error) from None
+        return self.request_params(**changes)
 
     async def render(self) -> list[int]:
         """Return the token ids of the rendered conversation."""
@@ -151,15 +146,15 @@ class ChatCompletion(Generation):
         form = None if self.structured_output is None else self.structured_output.params
         return msgspec.structs.replace(spec, structured_outputs=form)
 
-    def explain(self, error: RequestError) -> RequestError:
-        """Return an error of the front with the names of the request's fields."""
-        error = explain(super().explain(error), self.tools)
-        if error.param == "structured_outputs" and self.structured_output is None:
-            error.param = "tools"
-            return error
-        if error.param == "logprobs" and self.body.top_logprobs is not None:
-            return rename_field(error, "logprobs", "top_logprobs")
-        return error
+    def field_names(self) -> dict[str, Name]:
+        """As `Generation.field_names`. The front end numbers the tools that may be called, a client all of them."""
+        places = self.tools.places
+        names = {**super().field_names(), r"tools\[(\d+)\]": lambda found: f"tools[{places[int(found[1])]}]"}
+        if self.structured_output is None:
+            names["structured_outputs"] = "tools"
+        if self.body.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+        return names
 
     def reader(self) -> ChoiceReader:
         """As `Generation.reader`."""

@@ -22,7 +22,6 @@ from quire.server.generation import (
     Generation,
     check_stream_fields,
     count_ids,
-    request_params,
     size_of,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
@@ -68,14 +67,12 @@ class Completion(Generation):
         elif body.logprob_token_ids is not None:
             changes["logprobs"] = count_ids(body.logprob_token_ids)
         self.shows_logprobs = changes["logprobs"] is not None
-        if self.structured_output is not None:
-            changes["structured_outputs"] = self.structured_output.params
         changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if self.only_prompt:
             changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one
         if body.echo and body.logprobs is not None:
             changes["prompt_logprobs"] = body.logprobs
-        return request_params(self.context, body, **changes)
+        return self.request_params(**changes)
 
     async def start(self) -> None:
         """Check the prompts and submit them to the engine."""

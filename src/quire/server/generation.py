@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.checks import wrong_value
-from quire.errors import RequestError, UnsupportedError, echo, rename_field
+from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.formats.message import Event, MessageSpec
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.prompts import Prompt, TextParams
@@ -27,6 +27,7 @@ from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
 from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.context import ModelContext
+from quire.server.field_names import FieldNames, Name
 from quire.server.job import EngineJob, estimate_tokens
 from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
 from quire.server.limits import time_limit
@@ -91,10 +92,7 @@ def request_params(context: ModelContext, body: GenerationRequest, **changes: An
         if value is not None and (type(value) not in map(type, neutral) or value not in neutral):
             raise RequestError(f"{name} needs use_beam_search to be true", param=name)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    try:
-        params = SamplingParams(**with_recommended(recommended(context), {**given, **changes, "output_kind": kind}))
-    except RequestError as error:
-        raise _as_written(error) from None
+    params = SamplingParams(**with_recommended(recommended(context), {**given, **changes, "output_kind": kind}))
     _check_logprobs(params, context.config.model.max_logprobs)
     if params.logits_processors:
         _check_arguments(body)
@@ -116,13 +114,6 @@ def _check_logprobs(params: SamplingParams, most: int) -> None:
         value = getattr(params, name)
         if value is not None and most != -1 and not 0 <= value <= most:
             raise wrong_value(name, f"at most {most} (--max-logprobs of this server)", value, "integer_above_max_value")
-
-
-def _as_written(error: RequestError) -> RequestError:
-    """Return an error with the request's name of a field, where it is not that of `SamplingParams`."""
-    if error.param != "extra_args":
-        return error
-    return rename_field(error, "extra_args", "vllm_xargs")
 
 
 def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
@@ -312,9 +303,22 @@ class Generation(EngineJob, ABC):
         self.abort()
 
     def explain(self, error: RequestError) -> RequestError:
-        """Return an error of the front with the names of the request's fields."""
-        error = _as_written(error)
-        return error if self.structured_output is None else self.structured_output.explain(error)
+        """Return an error about the engine's parameters with the names of the request's fields."""
+        error.param = error.param and error.param.partition("#")[0]  # a JSON pointer is in the message, too
+        return FieldNames(self.field_names()).translate(error)
+
+    def field_names(self) -> dict[str, Name]:
+        """Return, as for `FieldNames`, which of the engine's parameters have another name in the request."""
+        return {"extra_args": "vllm_xargs", **(self.structured_output.names if self.structured_output else {})}
+
+    def request_params(self, **changes: Any) -> TextParams:
+        """Return `request_params` of the body, with its structured output."""
+        if self.structured_output is not None:
+            changes["structured_outputs"] = self.structured_output.params
+        try:
+            return request_params(self.context, self.body, **changes)
+        except RequestError as error:
+            raise self.explain(error) from None
 
     def close(self) -> None:
         """As `EngineJob.close`."""

@@ -1,7 +1,7 @@
 """Structured output in requests: `response_format`, `structured_outputs`, and vLLM's older `guided_*` fields.
 
 All become `StructuredOutputParams`. Errors about these, wherever they are found, name the field that the client sent
-(`StructuredOutput.explain`).
+(`StructuredOutput.names`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.checks import Fields, wrong_value
-from quire.errors import RequestError, translate_error
+from quire.errors import RequestError
 from quire.sampling_params import check_structured_outputs
+from quire.server.field_names import FieldNames
 from quire.server.protocol import GenerationRequest
 from quire.structured_outputs import KINDS, StructuredOutputParams
 
@@ -26,41 +27,26 @@ RESPONSE_FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict", "description")
 GUIDED = ("json", "regex", "choice", "grammar")
-# Not followed by another field: options keep their names.
-PARAMS_FIELD = re.compile(
-    r"\bstructured_outputs(?:\.(?:json_object|json|regex|choice|grammar|structural_tag)\b|(?![.\w]))"
-)
 
 
 class StructuredOutput:
     """The structured output of a request.
 
     Args:
-        fields: of `StructuredOutputParams`. names: "structured_outputs.KIND", and the field that the client sent for
-            it, which errors without a kind name, too.
+        fields: of `StructuredOutputParams`. kind, field: the form, and the field that the client sent for it, if it is
+            not `structured_outputs`.
+
+    Attributes:
+        names: the client's names of fields in errors, as for `FieldNames`. Options keep their names.
 
     Raises:
         RequestError: a field is malformed.
     """
 
-    def __init__(self, fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        self._names = names
-        try:
+    def __init__(self, fields: Mapping[str, Any], kind: str = "", field: str = "") -> None:
+        self.names = {rf"structured_outputs(\.{kind}|(?!\.))": field} if field else {}
+        with FieldNames(self.names).translating():
             self.params = check_structured_outputs("structured_outputs", fields)
-        except RequestError as error:
-            raise self.explain(error) from None
-
-    def explain(self, error: RequestError) -> RequestError:
-        """Return `error` with the client's name of the field, if it is about this structured output."""
-        if error.param is None or not PARAMS_FIELD.match(error.param):
-            return error
-        param = PARAMS_FIELD.sub(self._client_name, error.param, count=1)
-        return translate_error(error, PARAMS_FIELD.sub(self._client_name, error.message), param)
-
-    def _client_name(self, found: re.Match[str]) -> str:
-        if found[0] == "structured_outputs":
-            return next(iter(self._names.values()), found[0])
-        return self._names.get(found[0], found[0])
 
 
 def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) -> StructuredOutput | None:
@@ -77,7 +63,7 @@ def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) 
     if body.response_format is not None:
         requested["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)
     if params is not None:
-        requested["structured_outputs"] = lambda: StructuredOutput(params, {})
+        requested["structured_outputs"] = lambda: StructuredOutput(params)
     for kind in GUIDED:
         name = f"guided_{kind}"
         if getattr(body, name) is not None:
@@ -102,7 +88,7 @@ def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:
     fields: dict[str, Any] = {kind: getattr(body, name)}
     if kind == "json" and body.guided_whitespace_pattern is not None:
         fields["whitespace_pattern"] = body.guided_whitespace_pattern
-    return StructuredOutput(fields, {f"structured_outputs.{kind}": name})
+    return StructuredOutput(fields, kind, name)
 
 
 def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput | None:
@@ -114,12 +100,10 @@ def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: boo
         case "json_schema":
             return _json_schema(form.object("json_schema", JSON_SCHEMA_FIELDS), options)
         case "json_object":
-            return StructuredOutput({"json_object": True, **options}, {"structured_outputs.json_object": form.where})
+            return StructuredOutput({"json_object": True, **options}, kind, form.where)
         case "structural_tag":
             tag = {name: item for name, item in form.values.items() if name in known}
-            return StructuredOutput(
-                {"structural_tag": tag, **options}, {"structured_outputs.structural_tag": form.where}
-            )
+            return StructuredOutput({"structural_tag": tag, **options}, kind, form.where)
     if options:
         raise RequestError(f"structured_outputs needs one of {', '.join(KINDS)}", param="structured_outputs")
     return None
@@ -133,4 +117,4 @@ def _json_schema(fields: Fields, options: Mapping[str, Any]) -> StructuredOutput
     # OpenAI's strict answers have their properties in the order of the schema.
     order = "schema" if fields.boolean("strict", False) else "any"
     schema = fields.object("schema").given
-    return StructuredOutput({"json": schema, "property_order": order, **options}, {"structured_outputs.json": place})
+    return StructuredOutput({"json": schema, "property_order": order, **options}, "json", place)

@@ -14,7 +14,7 @@ from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.server.anthropic.conversation import Conversation, check_cache_control
-from quire.server.dialects import FieldNames
+from quire.server.field_names import FieldNames
 from quire.server.protocol import MAX_USER_LENGTH, RequestModel
 from quire.server.templates import thinking_fields
 

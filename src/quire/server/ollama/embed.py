@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.checks import Refused
 from quire.frontend.pooling import Pooled
-from quire.server.dialects import FieldNames
+from quire.server.field_names import FieldNames
 from quire.server.json_io import large_json_response
 from quire.server.ollama.answer import Clock
 from quire.server.ollama.catalogue import named_model

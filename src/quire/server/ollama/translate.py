@@ -14,7 +14,7 @@ from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
 from quire.sampling_params import names_in
-from quire.server.dialects import FieldNames
+from quire.server.field_names import FieldNames
 from quire.server.protocol import RequestModel
 from quire.server.templates import thinking_fields
 

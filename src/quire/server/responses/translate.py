@@ -8,7 +8,7 @@ from typing import Any
 from quire.checks import INT64_MAX, Fields, Refused, check_int, check_string, list_items, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
-from quire.server.dialects import FieldNames
+from quire.server.field_names import FieldNames
 from quire.server.parsing import validate
 from quire.server.protocol import ChatCompletionRequest, SamplingRequest
 from quire.server.responses.conversation import Message

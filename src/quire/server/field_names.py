@@ -1,0 +1,64 @@
+"""`FieldNames`: errors about fields of the engine's parameters, or of a chat, name the fields that the client sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TypeVar
+
+from quire.errors import RequestError, rename_field
+
+MESSAGE = r"messages\[(\d+)\](\.content\b(?:\[\d+\])?)?"
+
+# The client's name: a text that may refer to groups of the pattern, or what a function makes of the match.
+Name = str | Callable[[re.Match[str]], str]
+T = TypeVar("T")
+
+
+class FieldNames:
+    """Translates errors about our fields into errors about the fields that the client sent.
+
+    Args:
+        fields: regular expressions for the beginnings of our fields, and the client's name of each; the first that
+            matches counts.
+        places: where each message of a chat came from: another message, or a field that is its content.
+    """
+
+    def __init__(self, fields: Mapping[str, Name], places: Sequence[str] = ()) -> None:
+        if places:
+            fields = {MESSAGE: self._place, **fields}
+        self._fields = [(re.compile(rf"(?:{pattern})(?!\w)"), name) for pattern, name in fields.items()]
+        self._places = list(places)
+
+    def translate(self, error: RequestError) -> RequestError:
+        """Return the error with the client's name of the field, also in the message."""
+        param = error.param or ""
+        for pattern, name in self._fields:
+            found = pattern.match(param)
+            if found is not None:
+                new_name = found.expand(name) if isinstance(name, str) else name(found)
+                return rename_field(error, param, new_name + param[found.end() :])
+        return error
+
+    def _place(self, found: re.Match[str]) -> str:
+        index = int(found[1])
+        if index >= len(self._places):
+            return found[0]
+        place = self._places[index]
+        return f"{place}.content" if found[2] and place.startswith("messages") else place
+
+    @contextmanager
+    def translating(self) -> Iterator[None]:
+        """Translate errors of the block."""
+        try:
+            yield
+        except RequestError as error:
+            raise self.translate(error) from None
+
+    async def translating_items(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Yield `items`; translate their errors."""
+        with self.translating():
+            async with aclosing(items):
+                async for item in items:
+                    yield item
