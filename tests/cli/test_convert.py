@@ -195,6 +195,10 @@ def test_a_folder_with_files_in_it_is_left_alone(
     convert(source, "--force")
     assert (out / "mine.txt").read_text() == "mine" and is_packed(load_model_info(out))
     assert json.loads((out / "generation_config.json").read_text()) == {"temperature": 0.5}
+    assert not list(out.glob("*.partial"))
+    convert(source, "--force", "--format", "safetensors")
+    assert not is_packed(load_model_info(out)), "an earlier packed file would be loaded in its place"
+    convert(source, "--force")
     assert main(["convert", str(source), str(source), "--force"]) == 2
     assert "is the model's own folder" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "other")]) == 2

@@ -22,6 +22,7 @@ class FakeLLM:
         self.name = name
         self.ready = self.errored = self.is_sleeping = self.closed = False
         self.level = 0
+        self.sleep_error: QuireError | None = None
         self.num_unfinished = 0
         self.max_model_len = 128
         self.adapters = AdapterRegistry(server_config(), self.call)
@@ -64,6 +65,8 @@ class FakeLLM:
         assert self.ready and not self.world.in_use(self.name)
         self.world.log.append(f"sleep {self.name}")
         await asyncio.sleep(0)
+        if self.sleep_error is not None:
+            raise self.sleep_error
         self.is_sleeping, self.level = True, level
         return 1000
 

@@ -160,7 +160,7 @@ def test_reading_again_adds_and_removes_keys_and_keeps_them_where_the_file_is_br
         assert again is quota, "what was used stays used"
         assert (again.key.requests_per_minute, again.num_running) == (7, 1)
     assert allowed(keys, "new") and allowed(keys, "given")
-    for broken in ("", "- {", "- given"):
+    for broken in ("", "- {", "{}", "- 2024-99-99", "- given"):
         write(tmp_path, broken)
         caplog.clear()
         with caplog.at_level(logging.ERROR):

@@ -288,3 +288,6 @@ def test_the_line_of_the_log() -> None:
     now[0] = 20.0
     line = log.line(SchedulerStats(num_running=1, num_blocks=10, step_seconds=8.0, host_gap_seconds=0.2))
     assert line is not None and line.endswith(", prefix cache hits 0.0%, host gap 2.5%")
+    log.line(SchedulerStats(num_steps=9, prefix_cache_queries=1000, prefix_cache_hits=800))
+    restarted = log.line(SchedulerStats(num_steps=1, num_running=1, prefix_cache_queries=10, prefix_cache_hits=5))
+    assert restarted is not None and restarted.endswith(", prefix cache hits 50.0%")

@@ -334,6 +334,10 @@ def test_models_by_hand(make: Make) -> None:
     assert world.engine("a").level == 2
     run(pool.load(a))
     assert a.status == "loaded"
+    world.engine("a").sleep_error = ModelError("busy")
+    with pytest.raises(ModelError, match="busy"):
+        run(pool.sleep(a, 1))
+    assert a.status == "loaded"
     world.begin("a")
     for work in (pool.sleep(a, 1), pool.unload(a)):
         with pytest.raises(HTTPProblem) as caught:

@@ -68,6 +68,8 @@ def test_files_are_read_again_when_they_change_or_when_asked(tmp_path: Path) -> 
     def reload() -> None:
         if not path.exists():
             raise ConfigError("gone")
+        if path.read_text() == "bad":
+            raise KeyError("bad")
         read.append(path.read_text())
 
     path.write_text("a")
@@ -88,6 +90,8 @@ def test_files_are_read_again_when_they_change_or_when_asked(tmp_path: Path) -> 
     watch.poll(force=True)
     assert read == ["bc", "de", "de"]
     path.unlink()
+    watch.poll()
+    path.write_text("bad")
     watch.poll()
     path.write_text("f")
     watch.poll()

@@ -6,14 +6,15 @@ the path in front. What the files mean is decided elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.errors import ModelError, echo
 
@@ -208,3 +209,15 @@ class Fields:
 
     def _name(self, key: str) -> str:
         return f"{self.within}.{key}" if self.within else key
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that replaces `path` once it is complete; a process that has mapped the old one keeps that."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

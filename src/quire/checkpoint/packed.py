@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.files import parse_json_object
+from quire.checkpoint.files import parse_json_object, replacing
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import MappedFile
 from quire.checkpoint.tensor import HostTensor
@@ -52,7 +52,7 @@ def write_packed(path: Path, header: Mapping[str, Any], records: Sequence[Mappin
                 fields[name] = value
         listed.append({**record, "fields": fields})
     text = json.dumps({**header, "records": listed}).encode()
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(MAGIC + len(text).to_bytes(8, "little") + text)
         for array in arrays:
             file.write(bytes(-file.tell() % ALIGNMENT))

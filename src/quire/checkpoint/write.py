@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from quire.checkpoint.files import replacing
 from quire.checkpoint.safetensors import DTYPES, HEADER_DTYPES
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import FLOAT_DTYPES, Checkpoint, StoredTensor
@@ -103,7 +104,7 @@ def write_safetensors(path: Path, parts: list[Part]) -> None:
         position += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in parts:
             _write(file, part)

@@ -131,6 +131,7 @@ def _write_packed(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
 def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path:
     """Write the weights one by one, in another dtype or quantized."""
     from quire.checkpoint.open import open_weights
+    from quire.checkpoint.packed import PACKED_FILE
     from quire.checkpoint.safetensors import SINGLE_FILE
     from quire.checkpoint.write import plain_parts, quantized_parts, write_safetensors
     from quire.kernels.cpu.formats import to_storage
@@ -146,6 +147,7 @@ def _write_safetensors(config: EngineConfig, info: ModelInfo, out: Path) -> Path
     out.mkdir(parents=True, exist_ok=True)
     _write_config(info, out, model, extra)
     write_safetensors(out / SINGLE_FILE, parts)
+    (out / PACKED_FILE).unlink(missing_ok=True)  # an earlier one, which would be loaded in place of this file
     return out / SINGLE_FILE
 
 

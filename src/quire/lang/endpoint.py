@@ -251,8 +251,8 @@ class EndpointContext(Context):
             return None  # it goes on to its end; there is no surplus
         extra = {} if before else self._turn_fields()
         asked = {name: value for name, value in options.items() if name not in ("stop", "max_tokens")}
-        if most is not None:
-            asked["max_tokens"] = most + len(before.encode()) + self._backend.speculated_tokens
+        # None stays None: as many as fit.
+        asked["max_tokens"] = most and most + len(before.encode()) + self._backend.speculated_tokens
         answer = await self._backend.call(context, asked, extra, lambda piece: None)
         if not answer.text.startswith(before):
             raise UnsupportedError(

@@ -236,7 +236,7 @@ def _entries(text: str) -> list[Any]:
         return list(lines)
     try:
         value = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that there is not
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (line {mark.line + 1})"
         raise _file_error(f"it is not valid YAML{where}") from None
@@ -246,7 +246,7 @@ def _entries(text: str) -> list[Any]:
         unknown = [name for name in value if name != "keys"]
         if unknown:
             raise _file_error(f"it must have nothing but keys, got {echo(unknown[0])}")
-        value = value["keys"]
+        value = value.get("keys")
     if not isinstance(value, list):
         raise _file_error("keys must be a list")
     return value

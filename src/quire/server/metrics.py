@@ -499,6 +499,8 @@ class StatsLog:
         prompt, self._prompt_tokens = self._prompt_tokens, 0
         generation, self._generation_tokens = self._generation_tokens, 0
         before, self._before = self._before, latest
+        if latest.num_steps < before.num_steps:
+            before = SchedulerStats()  # of an engine that was replaced
         if not prompt and not generation and not latest.num_running and not latest.num_waiting:
             return None
         queries = latest.prefix_cache_queries - before.prefix_cache_queries

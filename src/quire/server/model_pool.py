@@ -64,6 +64,7 @@ class ModelPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
+        self._stay_timer: asyncio.TimerHandle | None = None
 
     # ---- lookup ----
 
@@ -253,28 +254,40 @@ class ModelPool:
             stay = victim.ready_at + min(victim.load_seconds, MOST_STAY_SECONDS) - self._clock()
             victim.draining = stay <= 0
             if stay > 0:
-                asyncio.get_running_loop().call_later(stay, self.advance)
+                if self._stay_timer is not None:
+                    self._stay_timer.cancel()
+                self._stay_timer = asyncio.get_running_loop().call_later(stay, self.advance)
 
-    def _begin(self, model: ServedModel, action: str, work: Work) -> None:
+    def _begin(self, model: ServedModel, action: str, work: Work) -> asyncio.Task[None]:
         """Run `work` in the background; no other work on this model begins meanwhile."""
         assert model.task is None
 
         async def run() -> None:
             try:
                 await work(model)
+            except QuireError as error:
+                logger.warning("model %s: %s failed: %s", model.names[0], action, error.message)
+                raise
             finally:
                 model.task, model.action = None, ""
                 if not self._closing:
                     self.advance()
 
         model.action = action
-        model.task = self._spawn(run(), f"quire-{action}")
+        model.task = task = self._spawn(run(), f"quire-{action}")
+        return task
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, QuireError):  # those were logged
+            logger.error("%s failed", task.get_name(), exc_info=error)
 
     async def _load(self, model: ServedModel) -> None:
         started = self._clock()
@@ -325,11 +338,7 @@ class ModelPool:
 
     async def _sleep(self, model: ServedModel, level: int) -> None:
         started = self._clock()
-        try:
-            freed = await model.llm.sleep(level)
-        except QuireError as error:
-            logger.warning("model %s: cannot sleep: %s", model.names[0], error.message)
-            return
+        freed = await model.llm.sleep(level)
         model.on_sleep(level)
         seconds = self._clock() - started
         logger.info("model %s: asleep (%d) after %.2f s, %s freed", model.names[0], level, seconds, size_text(freed))
@@ -385,17 +394,18 @@ class ModelPool:
         if model.make_llm is None:
             raise HTTPProblem(409, "this server cannot unload its model", code="not_allowed")
         if model.in_memory:
-            self._begin(model, "unloading", self._unload)
-            await _task_done(model)
+            await asyncio.shield(self._begin(model, "unloading", self._unload))
 
     async def sleep(self, model: ServedModel, level: int) -> None:
-        """Put a model to sleep until a request needs it. Raises `HTTPProblem` while it is used, or not loaded."""
+        """Put a model to sleep until a request needs it. Raises `HTTPProblem` while it is used, or not loaded.
+
+        Raises `QuireError` if the engine cannot sleep.
+        """
         check_sleep_level(level)
         await self._wait_unused(model)
         if not model.in_memory:
             raise HTTPProblem(409, f"the model {model.names[0]} is not loaded", code="model_not_loaded")
-        self._begin(model, "going to sleep", partial(self._sleep, level=level))
-        await _task_done(model)
+        await asyncio.shield(self._begin(model, "going to sleep", partial(self._sleep, level=level)))
 
     async def _wait_unused(self, model: ServedModel) -> None:
         """Wait until no work on a model runs. Raises `HTTPProblem` if it is in use then."""

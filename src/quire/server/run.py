@@ -319,6 +319,8 @@ class FileWatch:
                     reload()
                 except ConfigError as error:
                     logger.error("%s; it stays as it was", error.message)
+                except Exception:  # boundary: the other files, and later versions of this one, are still watched
+                    logger.exception("%s cannot be reloaded and stays as it was", ", ".join(paths))
         self._signatures = signatures
 
     async def run(self) -> None:

@@ -175,7 +175,7 @@ class RequestRecord:
         if self._engine_timelines is not None:
             kept: dict[str, dict[str, Any]] = msgspec.msgpack.decode(self._engine_timelines)
             return kept
-        timelines = {}
+        timelines: dict[str, dict[str, Any]] = {}
         llm = self._llm()
         try:
             async with asyncio.timeout(ENGINE_SECONDS):
@@ -183,7 +183,7 @@ class RequestRecord:
                     if llm is not None and llm.ready:
                         timelines[timings.engine_id] = await llm.call("timeline", **_engine_arguments(timings))
         except (QuireError, TimeoutError):
-            pass  # the engine is dead or busy: the timeline has only the front's part
+            return timelines  # the engine is dead or busy: for now there is only the front end's part
         if self.ended is not None:
             self._engine_timelines = msgspec.msgpack.encode(timelines)  # a tenth of the objects' memory
         return timelines

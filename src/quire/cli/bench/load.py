@@ -123,7 +123,8 @@ def _record_event(result: RequestResult, data: bytes, now: float) -> bool:
     if not isinstance(event, dict) or "error" in event:
         raise HttpError(f"the stream holds {data[:200]!r}")
     for choice in event.get("choices") or []:
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning") or ""
         # A piece without text is a token all the same (part of a character), unless it only opens or ends the result.
         if text or ("text" in choice and choice.get("finish_reason") is None):
             _record_piece(result, text, now)
