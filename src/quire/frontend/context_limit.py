@@ -1,4 +1,8 @@
-"""`ContextLimit`: whether a prompt fits into the context of a model, found out as early as possible."""
+"""`ContextLimit`: whether a prompt fits into the context of a model, found out as early as possible.
+
+A text so long that it cannot fit is refused before it is tokenized. A text that could fit but is long is tokenized in
+pieces first, and refused as soon as the pieces have twice as many tokens as the context.
+"""
 
 from __future__ import annotations
 

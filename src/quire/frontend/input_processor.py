@@ -1,12 +1,9 @@
 """`InputProcessor`: from a prompt and parameters to `EngineRequest`s: tokenization and every check.
 
 Nothing that passes here can make the engine read outside a table: all token ids are compared with the model's
-vocabulary, the prompt with the context length. Two rules to know:
-
-- The prompt must leave room for at least one token (`ContextLengthError` otherwise). `max_tokens` beyond the context
-  is not an error: it is cut to what fits, and the text ends with finish_reason "length".
-- A text so long that it cannot possibly fit is refused before it is tokenized; a text that could fit but is long is
-  tokenized piece by piece, and refused as soon as the pieces have twice as many tokens as the context.
+vocabulary, the prompt with the context length (`context_limit.py`). The prompt must leave room for at least one token.
+`max_tokens` beyond the context is not an error: it is reduced to what fits, and the text ends with finish_reason
+"length".
 """
 
 from __future__ import annotations
