@@ -56,9 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have lanes be as late as they may, where they are not a GPU's."""
+    """Have streams be as late as they may, where they are not a GPU's."""
     if not GPU:
-        monkeypatch.setattr(OffloadOps, "new_lanes", lambda self: Late(random.Random(0).randrange))
+        monkeypatch.setattr(OffloadOps, "new_streams", lambda self: Late(random.Random(0).randrange))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import run as run_loop
 from quire.engine.messages import AbortRequests
 from quire.engine_request import EngineRequest
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
@@ -179,5 +179,8 @@ def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: 
     core.add(request("a", list(range(1, 40)), max_tokens=40))
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         core.step()
+    if fails:
+        with pytest.raises(EngineDeadError, match="a step has failed"):
+            core.step()
     core.close()
     assert executor.stored == (0 if fails else 2)

@@ -483,7 +483,7 @@ class Run:
             self.scheduler.add_request(request)
 
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
-        """PlanBuilder a step, if one may be planned, and process results; return the plan, or that of the result."""
+        """Plan a step, if one may be planned, and process results; return the plan, or that of the result."""
         was_busy = bool(self.in_flight)
         if was_busy and not (self.can_plan and self.scheduler.admission.has_room_ahead()):
             return self.process_oldest()

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from quire.sampling_params import BeamSearchParams
 from quire.scheduler.policy import make_policy
 from quire.scheduler.queue import RequestQueue
 
@@ -76,3 +77,19 @@ def test_random_pushes_and_removals(request_of):
         assert len(queue) == len(model)
         assert list(queue) == sorted(model.values(), key=lambda r: r.order_key)
         assert queue.peek() is (next(iter(queue)) if model else None)
+
+
+def test_a_beam_search_is_charged_its_beams_once(run, request_of):
+    crowd = run(num_blocks=64)
+    request = request_of("beams", [7, 8, 9], 6, beam=BeamSearchParams(beam_width=3, max_tokens=6))
+    crowd.add(request)
+    crowd.finish()
+    beams = crowd.last["beams"].beams
+    assert request.num_output_tokens == max(len(beam.token_ids) for beam in beams) * len(beams)
+    cut = request_of("cut", [7, 8, 9], 6, beam=BeamSearchParams(beam_width=3, max_tokens=6))
+    crowd.add(cut)
+    for _ in range(3):
+        crowd.step()
+    num_tokens = sum(sequence.num_output_tokens for sequence in cut.sequences)
+    crowd.scheduler.abort_requests(["cut"])
+    assert cut.num_output_tokens == num_tokens > 0

@@ -32,7 +32,7 @@ from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlock
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.resolve import load_info, resolve_config
 from quire.engine_request import EngineRequest
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import ConfigError, EngineDeadError, QuireError, RequestError
 from quire.executor.base import Executor
 from quire.kernels.memory import resident_memory
 from quire.kvcache.block_hash import BlockHasher
@@ -219,6 +219,8 @@ class EngineCore:
 
         With `async_scheduling` a step is planned and begun while the one before runs, whose outputs are returned.
         """
+        if self._failed:
+            raise EngineDeadError("a step has failed; the engine cannot go on")
         refused = self._admit_deferred() if self._deferred else []
         try:
             outputs = self._advance()
@@ -415,12 +417,14 @@ class EngineCore:
 
         After a step that failed nothing is written: blocks that it should have computed have their hashes already.
         """
-        if not self._failed:
-            while self._in_flight:
-                self._process_oldest()
-            if not self.sleep_level:
-                self._save_cached()
-        self.executor.close()
+        try:
+            if not self._failed:
+                while self._in_flight:
+                    self._process_oldest()
+                if not self.sleep_level:
+                    self._save_cached()
+        finally:
+            self.executor.close()
 
     def _save_cached(self) -> None:
         saves = self.scheduler.closing_plan()

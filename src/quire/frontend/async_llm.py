@@ -536,7 +536,7 @@ class AsyncLLM:
             before, self._sleep_level = self._sleep_level, max(self._sleep_level, level)  # no request begins from here
             try:
                 answer = await self.call("sleep", level=level)
-            except BaseException:
+            except QuireError:  # if the caller is cancelled, the engine sleeps all the same
                 self._sleep_level = before
                 raise
             return int(answer["freed"])

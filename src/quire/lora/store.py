@@ -170,7 +170,7 @@ class AdapterStore:
             adapter, packed = future.result()
         except QuireError as error:
             failure = error.message
-        except (OSError, MemoryError) as error:
+        except Exception as error:  # boundary: whatever a folder holds ends its own requests only
             failure = f"{waiting.request.lora_path}: {type(error).__name__}: {error}"
         else:
             number = waiting.request.lora_int_id

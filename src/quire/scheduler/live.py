@@ -155,6 +155,8 @@ class LiveRequests:
             elif not request.is_forked:
                 names = [name for name in request.engine_request.sequence_ids if name not in request.aborted_ids]
             self._output_errors(names, error, refused=status is RequestStatus.FINISHED_IGNORED)
+        if request.beam is not None and not request.num_output_tokens:  # it has ended before its search
+            request.num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
         for sequence in request.sequences:
             self.remove(sequence)
         for name in request.engine_request.sequence_ids:
@@ -177,7 +179,8 @@ class LiveRequests:
 
     def remove(self, sequence: Sequence, *, corrupt: bool = False) -> None:
         """Free the blocks of `sequence` and forget it; with `corrupt` their content leaves the prefix cache."""
-        sequence.request.num_output_tokens += sequence.num_output_tokens
+        if sequence.request.beam is None:
+            sequence.request.num_output_tokens += sequence.num_output_tokens
         self._sequences.pop(sequence.sequence_id, None)
         sequence.is_live = False
         self._kv.free(sequence, forget=corrupt)

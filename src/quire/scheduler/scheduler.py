@@ -131,7 +131,7 @@ class Scheduler:
     # ---- planning ----
 
     def schedule(self) -> SchedulerOutput:
-        """PlanBuilder the next step, after those in flight."""
+        """Plan the next step, after those in flight."""
         started = self.admission.clock()
         self.kv.start_step()
         plan = PlanBuilder(self.admission.max_num_batched_tokens, self._in_flight)
