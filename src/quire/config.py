@@ -331,7 +331,7 @@ SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All options of an engine; `server` is there when it stands behind HTTP."""
+    """All options of an engine; `server` is used only behind HTTP."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

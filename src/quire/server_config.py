@@ -49,7 +49,7 @@ class ServerConfig:
     disable_access_log: bool = option(False, "Do not log each HTTP request.")
     log_level: str = option("info", "Lowest level of messages shown.", choices=("debug", "info", "warning", "error"))
 
-    # What stands between the socket and the engine: limits of time, number and origin.
+    # Limits before the engine: time, number and origin of requests.
     max_ttft: float | None = option(
         None,
         "Respond with 503 at once to requests whose predicted time to first token exceeds this.",
@@ -163,7 +163,7 @@ class ServerConfig:
         metavar="ADAPTER",
     )
 
-    # What is written down of requests.
+    # Logs and traces of requests.
     log_format: str = option(
         "text", "Log format: plain text lines, or one JSON object per line.", choices=("text", "json")
     )

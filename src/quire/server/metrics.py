@@ -78,9 +78,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._models: dict[str, ModelMetrics] = {}
-        self._rejected = Counter(
-            "quire:rejected", "Requests turned away, by reason.", ("reason",), registry=self.registry
-        )
+        self._rejected = Counter("quire:rejected", "Rejected requests, by reason.", ("reason",), registry=self.registry)
         for reason in REJECTIONS:
             self._rejected.labels(reason)
         self._http_requests = Counter(
@@ -88,15 +86,15 @@ class Metrics:
         )
         self._http_seconds = Histogram(
             "http_request_duration_seconds",
-            "Time to the end of the answer.",
+            "Time to the end of the response.",
             ("handler", "method"),
             registry=self.registry,
             buckets=HTTP_BUCKETS,
         )
-        self._http_open = Gauge("quire:http_requests_open", "Requests being worked on.", registry=self.registry)
+        self._http_open = Gauge("quire:http_requests_open", "Requests in progress.", registry=self.registry)
         self._lag = Histogram(
             "quire:event_loop_lag_seconds",
-            "How late the server's event loop comes to what is due.",
+            "Delay of due callbacks in the server's event loop.",
             registry=self.registry,
             buckets=LAG_BUCKETS,
         )
@@ -188,12 +186,10 @@ class ModelMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._corrupted = self._counter("corrupted_requests", "Requests that ended with numbers that are not finite.")
-        self._success = self._labelled("vllm:request_success", "Requests ended.", "finished_reason", FINISH_REASONS)
-        self._aborted = self._labelled(
-            "quire:requests_aborted", "Requests that were aborted, by how far they had come.", "stage", STAGES
-        )
-        self._rejections = self._labelled("vllm:admission_rejections", "Requests not accepted.", "reason", rejections)
+        self._corrupted = self._counter("corrupted_requests", "Requests that ended because of non-finite logits.")
+        self._success = self._labelled("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
+        self._aborted = self._labelled("quire:requests_aborted", "Aborted requests, by stage.", "stage", STAGES)
+        self._rejections = self._labelled("vllm:admission_rejections", "Rejected requests.", "reason", rejections)
 
     def attach(self, llm: AsyncLLM | None) -> None:
         """Take the scheduler's gauges and counters from this engine from now on; from none while there is none."""
@@ -346,21 +342,21 @@ class ModelMetrics:
     def _health(self, llm: AsyncLLM | None) -> Iterator[Metric]:
         gauge = self._gauge
         up = llm is not None and llm.ready and not llm.recovering
-        yield gauge("quire:engine_up", "1 while there is an engine that takes requests.", up)
+        yield gauge("quire:engine_up", "1 while an engine accepts requests.", up)
         restarts, condemned = self._before
         if llm is not None:
             restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
-            text = "1 while an engine that died is being replaced."
+            text = "1 while a dead engine is being replaced."
             yield gauge("quire:engine_recovering", text, llm.recovering)
             text = "1 once an engine has died and will not be replaced."
             yield gauge("quire:engine_failed", text, llm.errored)
             yield gauge("quire:engine_stalled", "1 while the engine is silent without a reason.", llm.stalled)
-            text = "For how long the engine has been silent; 0 while its work explains that."
+            text = "Seconds of unexplained engine silence; 0 while the engine's work explains it."
             yield gauge("quire:engine_heartbeat_age_seconds", text, llm.silent_seconds)
             if llm.last_recovery_seconds is not None:
                 text = "How long the last replacement of an engine took."
                 yield gauge("quire:engine_last_recovery_seconds", text, llm.last_recovery_seconds)
-        yield self._count("quire:engine_restarts", "Engines that replaced one that died.", restarts)
+        yield self._count("quire:engine_restarts", "Number of replaced engines.", restarts)
         yield self._count("quire:requests_condemned", "Requests that killed engines.", condemned)
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
@@ -376,7 +372,7 @@ class ModelMetrics:
         yield gauge(
             "quire:kv_blocks", "KV blocks: all of the device's and the host's, those stored on disk.", tiers, "tier"
         )
-        text = "KV blocks that no request holds; they may hold what is cached."
+        text = "KV blocks that no request holds, including cached ones."
         free = {"device": stats.num_free_blocks, "host": stats.num_free_host_blocks}
         yield gauge("quire:kv_blocks_free", text, free, "tier")
         text = (
@@ -384,11 +380,11 @@ class ModelMetrics:
         )
         thin = {"used": stats.num_used_layerwise_blocks, "free": stats.num_free_layerwise_blocks}
         yield gauge("quire:kv_blocks_thin", text, thin, "state")
-        text = "Requests waiting: for room, or (deferred) for a grammar to be compiled."
+        text = "Waiting requests: for capacity, or (deferred) for the compilation of a grammar."
         waiting = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
         yield gauge("vllm:num_requests_waiting_by_reason", text, waiting, "reason")
         if self._llm is not None and self._llm.config.lora.enable_lora:
-            text = "Adapters of requests that run and that wait; the value is the time."
+            text = "Adapters of running and waiting requests; the value is the time."
             labels = {
                 "max_lora": str(self._llm.config.lora.max_loras),
                 "waiting_lora_adapters": ",".join(stats.waiting_adapters),
@@ -396,7 +392,7 @@ class ModelMetrics:
             }
             yield self._info("vllm:lora_requests_info", text, labels, time.time())
         states = {state: float(level == self._sleep_level) for level, state in enumerate(SLEEP_STATES)}
-        yield gauge("vllm:engine_sleep_state", "1 at the state that the engine is in.", states, "sleep_state")
+        yield gauge("vllm:engine_sleep_state", "1 for the current state of the engine.", states, "sleep_state")
 
     def _counters(self) -> Iterator[Metric]:
         count, total = self._count, self._total.values()
@@ -407,7 +403,7 @@ class ModelMetrics:
         yield count("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
         text = "Prompt tokens that the device's prefix cache did not have."
         yield count("vllm:external_prefix_cache_queries", text, queries - hits + host + disk)
-        text = "Tokens brought back from the host or from disk."
+        text = "Tokens loaded from the host or from disk."
         yield count("vllm:external_prefix_cache_hits", text, host + disk)
         yield count("vllm:num_preemptions", "Preemptions so far.", total["num_preemptions"])
         text = "Prompt tokens admitted, by where their KV comes from."
@@ -417,16 +413,16 @@ class ModelMetrics:
         tiers = {"device": device, "host": host, "disk": disk}
         yield count("vllm:prompt_tokens_cached_by_source", text, tiers, "source")
         tiers = {"host": host, "disk": disk}
-        yield count("quire:prefix_cache_hits_by_tier", "Tokens brought back, by tier.", tiers, "tier")
+        yield count("quire:prefix_cache_hits_by_tier", "Tokens loaded from the tier.", tiers, "tier")
         swapped = total["num_swapped_out"]
         kinds = {"recompute": total["num_preemptions"] - swapped, "swap": swapped}
-        yield count("quire:preemptions", "Preemptions, by what became of the KV.", kinds, "kind")
+        yield count("quire:preemptions", "Preemptions, by mode.", kinds, "kind")
         yield count("quire:engine_steps", "Steps of the engine.", total["num_steps"])
         text = "Time from step to step while there was work."
         yield count("quire:step_seconds", text, total["step_seconds"])
         text = "Of quire:step_seconds, time in which the device waited for the host."
         yield count("quire:step_host_gap_seconds", text, total["host_gap_seconds"])
-        text = "Tokens computed for sequences that had ended before that was known."
+        text = "Tokens discarded because their sequence had already ended."
         yield count("quire:discarded_tokens", text, total["num_discarded_tokens"])
 
     def _cache_info(self, llm: AsyncLLM) -> Metric:

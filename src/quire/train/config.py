@@ -65,8 +65,8 @@ class TrainConfig:
     threads: int = option(2, "PyTorch threads; a run repeats bit by bit only with the same number")
     eval_every: int = option(200, "steps between measurements of the validation loss")
     save_every: int = option(100, "steps between saves of the resumable state and the checkpoint")
-    resume: bool = option(False, "go on from the state saved in --out")
-    stop_after: int | None = option(None, "stop after this step, leaving a state that --resume goes on from")
+    resume: bool = option(False, "continue from the state saved in --out")
+    stop_after: int | None = option(None, "stop after this step, leaving a state from which --resume continues")
     passage_tokens: int = option(256, "longest passage of the held-back test text")
 
     @property
