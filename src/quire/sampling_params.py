@@ -600,9 +600,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per output token: `logprobs`, or the number of `logprob_token_ids`; None without either."""
+        ids = self.logprob_token_ids
+        return self.logprobs if self.logprobs is not None or ids is None else len(ids)
+
+    @property
     def returns_logprobs(self) -> bool:
         """Whether log-probabilities of output tokens are returned."""
-        return self.logprobs is not None or self.logprob_token_ids is not None
+        return self.num_logprobs is not None
 
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""

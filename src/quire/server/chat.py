@@ -28,14 +28,13 @@ from quire.server.generation import (
     ChunkWork,
     Generation,
     check_stream_fields,
-    count_ids,
     recommended,
     size_of,
 )
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
-from quire.server.protocol import ChatCompletionRequest, body_schema
+from quire.server.protocol import LOGPROBS_FIELDS, ChatCompletionRequest, body_schema
 from quire.server.streaming import EventStream
 from quire.server.templates import check_template, template_arguments
 from quire.server.tokenize import with_special_tokens
@@ -82,12 +81,13 @@ class ChatCompletion(Generation):
         self._reasoning: list[ThinkingBudget] = []  # of each choice, where it can be counted
 
     @staticmethod
-    def _alternatives(body: ChatCompletionRequest) -> int:
-        """Return the number of alternatives per token in the response."""
-        if body.logprob_token_ids is not None and not body.logprobs:
-            raise RequestError("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
+    def _alternatives(body: ChatCompletionRequest) -> int | None:
+        """Return the number of alternatives per token in the response; None if another field decides it."""
+        named = [name for name in LOGPROBS_FIELDS if getattr(body, name) is not None]
+        if named and not body.logprobs:
+            raise RequestError(f"{named[0]} needs logprobs to be true", param=named[0])
         if body.top_logprobs is None:
-            return 0
+            return None if named else 0
         count = check_int("top_logprobs", body.top_logprobs, -1, INT64_MAX)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -95,8 +95,6 @@ class ChatCompletion(Generation):
 
     def _params(self, body: ChatCompletionRequest) -> TextParams:
         changes: dict[str, Any] = {"logprobs": self.num_alternatives if body.logprobs else None}
-        if body.logprob_token_ids is not None and body.top_logprobs is None:
-            changes["logprobs"] = count_ids(body.logprob_token_ids)
         if body.max_completion_tokens is not None:
             changes["max_tokens"] = check_int("max_completion_tokens", body.max_completion_tokens, 1, INT64_MAX)
         elif body.max_tokens is None:
@@ -217,10 +215,10 @@ class ChatCompletion(Generation):
             extras["logprobs"] = chat_logprobs(
                 output.token_ids,
                 output.logprobs or [],
-                self.num_alternatives,
+                self.num_alternatives or 0,
                 self.context.llm.tokenizer,
                 as_ids=self.body.return_tokens_as_token_ids,
-                only=self.body.logprob_token_ids,
+                only=getattr(self.params, "logprob_token_ids", None),
             )
         if self.body.return_token_ids:
             extras["token_ids"] = output.token_ids

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int
 from quire.frontend.prompts import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams
 from quire.server.context import ModelContext, model_context
 from quire.server.generation import (
     MAX_PROMPTS,
@@ -21,7 +22,6 @@ from quire.server.generation import (
     ChunkWork,
     Generation,
     check_stream_fields,
-    count_ids,
     size_of,
 )
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
@@ -59,14 +59,12 @@ class Completion(Generation):
         self.only_prompt = body.echo and body.max_tokens == 0
         check_stream_fields(body)
         self.params = self._params(body)
+        self.shows_logprobs = isinstance(self.params, SamplingParams) and self.params.returns_logprobs
 
     def _params(self, body: CompletionRequest) -> TextParams:
         changes: dict[str, Any] = {"logprobs": None}
         if body.logprobs is not None:
             changes["logprobs"] = check_int("logprobs", body.logprobs, -1, INT64_MAX)
-        elif body.logprob_token_ids is not None:
-            changes["logprobs"] = count_ids(body.logprob_token_ids)
-        self.shows_logprobs = changes["logprobs"] is not None
         changes["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if self.only_prompt:
             changes["max_tokens"] = 1  # computed and thrown away: the engine generates at least one

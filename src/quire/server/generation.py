@@ -110,8 +110,7 @@ def _check_arguments(body: GenerationRequest) -> None:
 
 def _check_logprobs(params: SamplingParams, most: int) -> None:
     """Raise `RequestError` for more log-probabilities than this server gives; before they count into the budget."""
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
+    for name, value in (("logprobs", params.num_logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None and most != -1 and not 0 <= value <= most:
             raise wrong_value(name, f"at most {most} (--max-logprobs of this server)", value, "integer_above_max_value")
 
@@ -133,11 +132,6 @@ def num_sequences(params: TextParams) -> int:
     return params.beam_width if isinstance(params, BeamSearchParams) else params.num_sequences
 
 
-def count_ids(ids: Any) -> int | None:
-    """Return the number of log-probabilities for `logprob_token_ids`; other types are refused elsewhere."""
-    return len(ids) if isinstance(ids, list) else None
-
-
 def check_stream_fields(body: GenerationRequest) -> None:
     """Raise `RequestError` for fields that contradict `stream`."""
     if body.stream_options is not None and not body.stream:
@@ -157,7 +151,7 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
     """
     logprobs, each = 0, num_sequences(params)
     if not isinstance(params, BeamSearchParams):
-        counts = (params.logprobs, params.prompt_logprobs, len(params.logprob_token_ids or ()))
+        counts = (params.num_logprobs, params.prompt_logprobs)
         logprobs = max(vocab_size if count == -1 else count or 0 for count in counts)
     sequences = num_prompts * each
     entries = sequences * (1 + logprobs)
@@ -281,10 +275,9 @@ class Generation(EngineJob, ABC):
         def entries(count: int | None) -> int:
             return 0 if count is None else 1 + (vocab_size if count == -1 else count)
 
-        logprobs = max(entries(params.logprobs), entries(len(params.logprob_token_ids or ()) or None))
         repeated = bool(getattr(body, "echo", False)) or body.return_token_ids
         of_prompt = params.n * max(entries(params.prompt_logprobs), int(repeated)) * len(state.prompt_token_ids)
-        of_completions = params.num_sequences * logprobs * state.max_tokens
+        of_completions = params.num_sequences * entries(params.num_logprobs) * state.max_tokens
         self._num_entries += of_prompt + of_completions
         if self._num_entries > max(MAX_RESPONSE_ENTRIES, 1 + vocab_size):
             names = {

@@ -7,13 +7,14 @@ listed in `refused` with the values that ask for nothing; any other value is an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
 from quire.checks import Refused
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import OPTIONS, SamplingParams
+from quire.sampling_params import REFUSED as REFUSED_OPTIONS
 
 MAX_USER_LENGTH = 256
 MAX_KEY_LENGTH = 1024
@@ -24,6 +25,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 
 REFUSED_EVERYWHERE: Refused = {
+    **dict.fromkeys(REFUSED_OPTIONS, ()),
     "custom_logit_processor": (),
     "detokenize": (True,),
     "ec_transfer_params": (),
@@ -33,15 +35,11 @@ REFUSED_EVERYWHERE: Refused = {
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "prompt_logprob_token_ids": (),
     "return_prompt_text": (False,),
-    "routed_experts_prompt_start": (),
     "service_tier": ("auto", "default"),
     "session_id": (),
     "store": (False,),
-    "trace_decode_token_ids": (),
     "truncation_side": ("left",),
-    "watermarking": (),
 }
 REFUSED_IN_CHAT: Refused = {
     **REFUSED_EVERYWHERE,
@@ -97,8 +95,7 @@ class EngineBody(RequestModel):
 # Fields of `SamplingParams` that no request has under that name, or that a subclass below declares.
 _NOT_SAMPLING_FIELDS = (
     *REFUSED_EVERYWHERE,
-    *("output_kind", "skip_clone", "extra_args", "n", "best_of", "max_tokens", "logprobs", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "logprob_token_ids", "prompt_logprob_start", "skip_special_tokens"),
+    *("output_kind", "skip_clone", "extra_args", "max_tokens", "logprobs", "skip_special_tokens"),
     "structured_outputs",
 )
 # Types of fields whose JSON is not described by their type in `SamplingParams`.
@@ -109,17 +106,28 @@ _JSON_TYPES: Mapping[str, Any] = {
 }
 
 
-def _sampling_fields() -> dict[str, Any]:
-    """Return a field for each of `SamplingParams` that requests have, too; null is its default."""
+# Options of completions and chat completions only: they change other parts of the result than the text.
+RESULT_FIELDS = tuple(
+    name for name, option in OPTIONS.items() if option.affects != "text" and name not in _NOT_SAMPLING_FIELDS
+)
+# Those that decide themselves which log-probabilities a response has.
+LOGPROBS_FIELDS = tuple(name for name in RESULT_FIELDS if OPTIONS[name].affects == "logprobs")
+
+
+def _fields(names: Iterable[str]) -> dict[str, Any]:
+    """Return a field for each of these fields of `SamplingParams`; null is its default."""
     types = {**get_type_hints(SamplingParams), **_JSON_TYPES}
-    names = [name for name in SamplingParams.__struct_fields__ if name not in _NOT_SAMPLING_FIELDS]
     return {name: (SkipValidation[types[name] | None], None) for name in names}  # type: ignore[misc, valid-type]
 
 
 if TYPE_CHECKING:
     _SamplingFields = EngineBody
 else:
-    _SamplingFields = create_model("_SamplingFields", __base__=EngineBody, **_sampling_fields())
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=EngineBody,
+        **_fields([name for name in OPTIONS if name not in (*_NOT_SAMPLING_FIELDS, *RESULT_FIELDS)]),
+    )
 
 
 class SamplingRequest(_SamplingFields):
@@ -142,7 +150,13 @@ class SamplingRequest(_SamplingFields):
     cache_salt: Annotated[str, Field(max_length=MAX_KEY_LENGTH, pattern=SALT_PATTERN)] | None = None
 
 
-class GenerationRequest(SamplingRequest):
+if TYPE_CHECKING:
+    _ResultFields = SamplingRequest
+else:
+    _ResultFields = create_model("_ResultFields", __base__=SamplingRequest, **_fields(RESULT_FIELDS))
+
+
+class GenerationRequest(_ResultFields):
     """Fields of completions and chat completions."""
 
     # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
@@ -151,8 +165,6 @@ class GenerationRequest(SamplingRequest):
     max_tokens: SkipValidation[int | None] = None
     prompt_logprobs: SkipValidation[int | None] = None
     truncate_prompt_tokens: SkipValidation[int | None] = None
-    logprob_token_ids: SkipValidation[list[int] | None] = None
-    prompt_logprob_start: SkipValidation[int | None] = None
     length_penalty: SkipValidation[float | None] = None
     early_stopping: SkipValidation[bool | Literal["never"] | None] = None
 

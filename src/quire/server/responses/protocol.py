@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from quire.checks import Refused
+from quire.sampling_params import OPTIONS
 from quire.server.protocol import (
     REFUSED_EVERYWHERE,
+    RESULT_FIELDS,
     ReasoningEffort,
     RequestModel,
     SamplingRequest,
@@ -20,25 +22,24 @@ MAX_PAIRS, MAX_PAIR_KEY, MAX_PAIR_VALUE = 16, 64, 512
 
 REFUSED: Refused = {
     **{name: accepted for name, accepted in REFUSED_EVERYWHERE.items() if name != "store"},
+    # An option that needs one of the others is unknown here, as any other name is.
+    **{name: () for name in RESULT_FIELDS if not OPTIONS[name].needs},
+    "max_tokens": (),
     "best_of": (1,),
     "context_management": (),
     "conversation": (),
     "echo": (False,),
-    "logprob_token_ids": (),
     "logprobs": (False,),
     "max_completion_tokens": (),
-    "max_tokens": (),
     "messages": (),
     "moderation": (),
     "n": (1,),
     "prompt": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory",),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": (),
     "return_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
