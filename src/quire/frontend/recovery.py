@@ -265,9 +265,8 @@ class SupervisedClient:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
             if now - before > WATCH_SECONDS + SLEPT_SECONDS:
-                patience = int(
-                    STALLED_SECONDS / WATCH_SECONDS
-                )  # an engine that was suspended as well needs time to answer
+                # An engine that was suspended as well needs time to answer.
+                patience = int(STALLED_SECONDS / WATCH_SECONDS)
             before = now
             silent = self.silent_seconds
             patience = max(patience - 1, 0) if silent else 0
@@ -285,7 +284,7 @@ class SupervisedClient:
         try:
             async with asyncio.timeout(STACKS_SECONDS):
                 await client.dump_stacks()
-        except Exception:  # whatever goes wrong here, the engine must be killed
+        except Exception:  # boundary: whatever goes wrong here, the engine must be killed
             logger.exception("the stacks of the stuck engine cannot be logged")
         if client is self._client and not self.recovering:
             self._killed = client
