@@ -279,9 +279,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         repetition_detection: ends an output that repeats itself, with finish_reason "repetition".
         logits_processors: names (or names and arguments) of plug-ins of the model option `logits_processors`;
             extra_args: arguments for all of them.
-        typical_p, top_n_sigma, xtc_*, dry_*, dynatemp_*, mirostat*: the samplers of llama.cpp, see `sampling.filters`,
-            `sampling.dry` and `sampling.mirostat`; all off by default. dry_sequence_breakers: None means newline,
-            colon, double quote, and asterisk.
+        typical_p, top_n_sigma, xtc_*, dry_*, dynatemp_*, mirostat*: the samplers of llama.cpp, see `sampling.penalties`
+            and `sampling.truncation`; all off by default. dry_sequence_breakers: None means newline, colon, double
+            quote, and asterisk.
     """
 
     n: Annotated[

@@ -30,7 +30,7 @@ class FakeSlots:
 
 
 class Store(AdapterStore):
-    """Reads adapters out of layerwise air, but not number 13; `read` has the numbers of those that were."""
+    """Reads adapters out of thin air, but not number 13; `read` has the numbers of those that were."""
 
     def __init__(self, num_slots: int, max_loaded: int) -> None:
         self.now, self.read_numbers, self.fake = 0.0, list[int](), FakeSlots(num_slots)
@@ -141,4 +141,6 @@ def test_slots_go_to_those_of_the_step_and_are_taken_from_those_used_longest_ago
     assert store.fake.there == [None, "a2"]
     store.unload(2)
     assert store.fake.there == [None, "a2"], "it is in use"
+    store.release(2, "user-2")
+    assert store.fake.there == [None, None]
     store.close()

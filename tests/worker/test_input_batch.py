@@ -84,7 +84,7 @@ def test_a_fork_has_the_options_of_its_parent_and_counts_of_its_own() -> None:
     batch.update(step_of(new_sequences=[new]))
     batch.update(step_of(forks=[ForkData("a", "b", seed=2)]))
     rows = parent, child = [batch.row_of[name] for name in "ab"]
-    for column in (batch.sampling.temperature, batch.sampling.top_k, batch.sampling.top_p, batch.sampling.min_p):
+    for column in batch.sampling.options:
         assert column[parent] == column[child] != 0
     assert batch.sampling.seeds[rows].tolist() == [1, 2]
     batch.append_tokens(parent, [33])

@@ -124,7 +124,10 @@ class SocketClients:
             waiting = [client.connection for client in self._clients.values() if client.connection.num_unsent]
             if not waiting:
                 break
-            select.select([], waiting, [], left)
+            poller = select.poll()
+            for connection in waiting:
+                poller.register(connection, select.POLLOUT)
+            poller.poll(int(left * 1000))
             for connection in waiting:
                 connection.flush()
         for client in self._clients.values():

@@ -1,4 +1,4 @@
-"""The token sequences that spell a sequence breaker of DRY (`sampling.dry`), found in a tokenizer's vocabulary.
+"""The token sequences that spell a sequence breaker of DRY (`sampling.penalties`), found in a tokenizer's vocabulary.
 
 A text can reach across tokens in many ways: any token may hold it whole, and any token that ends with its beginning may
 be followed by the rest. As in llama.cpp, the rest is tokenized in one way only.

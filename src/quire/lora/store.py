@@ -32,11 +32,12 @@ MAX_OVERTAKE_SECONDS = 5.0  # how long users of loaded adapters may overtake an 
 
 @dataclass(slots=True)
 class _Loaded:
-    """An adapter in host memory, and the users that need it."""
+    """An adapter in host memory, the users that need it, and whether it is dropped with the last of them."""
 
     packed: PackedAdapter
     result: AdapterResult
     users: set[str]
+    is_unloaded: bool = False
 
 
 @dataclass(slots=True)
@@ -98,13 +99,15 @@ class AdapterStore:
         for place in (self._loaded, self._waiting):
             if number in place:
                 place[number].users.discard(user)
+        if number in self._loaded and self._loaded[number].is_unloaded:
+            self.unload(number)
         self._advance()
 
     def unload(self, number: int) -> None:
         """Unload an adapter as soon as it has no users."""
         loaded = self._loaded.get(number)
         if loaded is not None:
-            self._loaded.move_to_end(number, last=False)
+            loaded.is_unloaded = True
             if not loaded.users:
                 self._drop(number)
 

@@ -98,7 +98,7 @@ class Scheduler:
 
         Ids that are not live are ignored. Yields no output.
         """
-        aborted = set(request_ids)
+        aborted = dict.fromkeys(request_ids)  # in order, so that blocks are freed in the same order in every run
         for name in aborted:
             request, sequence = self.requests.get(name), self.requests.find(name)
             if request is not None:

@@ -105,7 +105,7 @@ class InputBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = [*vars(self).values(), *vars(self.sampling).values()]
+        arrays = [*vars(self).values(), self.sampling.seeds, *self.sampling.options]
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def update(self, plan: SchedulerOutput) -> None:

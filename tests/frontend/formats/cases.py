@@ -93,8 +93,8 @@ def _hermes() -> list[Case]:
         Case("hermes", "<think>\n\n</think>\n\nHi!", Message(None, "Hi!"), "qwen3"),
         Case(
             "hermes",
-            "Hm </layerwise> <tool_call>\n</think>\nHi! <think>",
-            Message("Hm </layerwise> <tool_call>", "Hi! <think>"),
+            "Hm </thin> <tool_call>\n</think>\nHi! <think>",
+            Message("Hm </thin> <tool_call>", "Hi! <think>"),
             "deepseek_r1",
             {"reasoning_open": True, "can_reason": True},
         ),
