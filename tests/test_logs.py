@@ -121,9 +121,9 @@ def test_warnings_alike_are_counted() -> None:
     assert passes("lost %d", 6) is None
     now[0] = 3.0
     assert passes("lost %d", 7) == "lost 7 (and 1 more like it)"
-    for number in range(2 * logs.MOST_KINDS):
+    for number in range(2 * logs.MAX_KINDS):
         passes(f"kind {number}")
-    assert len(throttle._kinds) <= logs.MOST_KINDS
+    assert len(throttle._kinds) <= logs.MAX_KINDS
 
 
 def test_another_process_can_write_the_same_way() -> None:

@@ -31,8 +31,8 @@ GROUPS = {  # what is run, and seconds for all of it
     "models and engine": (["tests/e2e/test_gpu_*.py", "tests/parity/test_gpu*.py"], 230.0),
 }
 TOGETHER = 12  # tests of a process
-MOST_PROCESSES = 14
-MOST_SHOWN = 40  # failures
+MAX_PROCESSES = 14
+MAX_SHOWN = 40  # failures
 SANITIZED = ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_attention.py")
 SANITIZER_SECONDS = 45.0
 SETTINGS = """[pytest]
@@ -125,17 +125,17 @@ def _group(
         (folder / f"{name} {number}.log").write_text(done.text)
         return Said(done.code, done.text)
 
-    with ThreadPoolExecutor(max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 2))) as pool:
+    with ThreadPoolExecutor(max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) - 2))) as pool:
         said = list(pool.map(run, range(len(shares))))
     counts = sum((one.counts for one in said if one is not None), Counter[str]())
     counts["not run"] = len(tests) - sum(counts.values())
     failures = [*failed_lists, *(line for one in said if one is not None for line in one.failures)]
     words = ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "no tests"
     table.add(name, words, f"{time.perf_counter() - started:.0f}", **{"what": name, **counts})
-    for line in failures[:MOST_SHOWN]:
+    for line in failures[:MAX_SHOWN]:
         failed.add(name, line[:300].replace("|", "/"))
-    if len(failures) > MOST_SHOWN:
-        failed.add(name, f"and {len(failures) - MOST_SHOWN} more: see the files beside the report")
+    if len(failures) > MAX_SHOWN:
+        failed.add(name, f"and {len(failures) - MAX_SHOWN} more: see the files beside the report")
 
 
 def _sanitize(path: str, pytest: list[str], folder: Path, table: Table) -> None:

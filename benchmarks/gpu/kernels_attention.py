@@ -17,7 +17,7 @@ from quire.kernels.gpu.cache import KVCache, power_of_two
 
 BLOCK_SIZE = 16
 L2_BYTES = 60 << 20
-MOST_BYTES = 24 << 30  # of caches of one case
+MAX_BYTES = 24 << 30  # of caches of one case
 SHAPES = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 DECODES = [(1, 4096), (1, 65536), (16, 4096), (64, 1024), (64, 8192), (256, 1024), (256, 4096)]  # sequences, context
 PROMPTS = [(8, 1024), (1, 8192), (1, 32768)]  # sequences, tokens
@@ -43,7 +43,7 @@ def _caches(backend: GPUBackend, blocks: int, shape: tuple[int, int, int]) -> li
     _, kv_heads, size = shape
     made = [backend.new_kv_cache(blocks, BLOCK_SIZE, kv_heads, size)]
     nbytes = backend.block_nbytes(made[0]) * blocks
-    number = 2 if blocks < 64 else min(max(2, 2 * L2_BYTES // nbytes + 1), max(1, MOST_BYTES // nbytes))
+    number = 2 if blocks < 64 else min(max(2, 2 * L2_BYTES // nbytes + 1), max(1, MAX_BYTES // nbytes))
     made += [backend.new_kv_cache(blocks, BLOCK_SIZE, kv_heads, size) for _ in range(number - 1)]
     for cache in made:
         if cache.scales is None:

@@ -17,7 +17,7 @@ from quire.kernels.gpu.lora import LoRASlots, PackedLoRA
 from quire.kernels.lora import LoRARows
 
 L2_BYTES = 60 << 20
-MOST_TURNS = 64
+MAX_TURNS = 64
 LAYERS = {"qkv": (4096, [4096, 1024, 1024]), "down": (14336, [4096])}  # inputs, and the sizes of parts
 STEPS = ((1, 1), (64, 1), (64, 8), (2048, 1), (2048, 8))  # rows, and adapters among them
 RANKS = (16, 64)
@@ -59,7 +59,7 @@ def lora(backend: GPUBackend, name: str, layer: tuple[int, list[int]], rank: int
     """Return `lora` of one layer, for `count` rows."""
     depth, sizes = layer
     each = backend.act.itemsize * rank * (len(sizes) * depth + sum(sizes))
-    turns = min(MOST_TURNS, 2 * L2_BYTES // (each * adapters) + 2)
+    turns = min(MAX_TURNS, 2 * L2_BYTES // (each * adapters) + 2)
     layers = [new_slots(backend, layer, rank, adapters) for _ in range(turns)]
     rows = spread(backend, count, adapters)
     x = torch.randn((count, depth), device=backend.device).to(backend.act)

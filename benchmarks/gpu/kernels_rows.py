@@ -1,6 +1,6 @@
 """Norms, rotation, activations and layers with states on a GPU, at the shapes of real models.
 
-What is read takes turns among copies that are together larger than L2, where that takes no more than `MOST_COPIES`.
+What is read takes turns among copies that are together larger than L2, where that takes no more than `MAX_COPIES`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.backend import GPUBackend
 
 L2_BYTES = 60 << 20
-MOST_COPIES = 64
+MAX_COPIES = 64
 HEAD = 128
 MODELS = {"8B": (4096, 32, 8), "0.6B": (1024, 16, 8)}  # hidden size, query heads, KV heads
 TOKENS = (1, 64, 256, 2048)
@@ -35,7 +35,7 @@ def cases(backend: GPUBackend, scale: int = 1) -> Iterator[Case]:
 def _copies(backend: GPUBackend, *shape: int) -> list[torch.Tensor]:
     """Return tensors of activations that are together larger than L2, if they are not too many."""
     nbytes = torch.Size(shape).numel() * backend.act.itemsize
-    count = min(MOST_COPIES, 2 * L2_BYTES // nbytes + 2)
+    count = min(MAX_COPIES, 2 * L2_BYTES // nbytes + 2)
     return [torch.randn(shape, device=backend.device).to(backend.act) for _ in range(count)]
 
 

@@ -16,7 +16,7 @@ from quire.kernels.backend import SamplingOptions
 from quire.kernels.gpu.backend import GPUBackend
 
 L2_BYTES = 60 << 20
-MOST_COPIES = 64
+MAX_COPIES = 64
 VOCABULARIES = {"8B": 128256, "0.6B": 151936}
 ROWS = (1, 16, 64, 256)
 DRAWS = {"all": (0, 1.0), "top-p 0.9": (0, 0.9), "top-k 50, top-p 0.9": (50, 0.9)}
@@ -58,7 +58,7 @@ def keep_uploads(backend: GPUBackend) -> None:
 
 
 def _logits(backend: GPUBackend, shape: tuple[int, int], spread: float) -> list[torch.Tensor]:
-    count = min(MOST_COPIES, 2 * L2_BYTES // (4 * shape[0] * shape[1]) + 2)
+    count = min(MAX_COPIES, 2 * L2_BYTES // (4 * shape[0] * shape[1]) + 2)
     return [spread * torch.randn(shape, device=backend.device) for _ in range(count)]
 
 

@@ -17,7 +17,7 @@ from quire.kernels.gpu.graphs import end_broken_capture
 Run = Callable[[int], object]
 ROUNDS = 7  # medians are taken of so many
 ROUND_SECONDS = 0.02
-MOST_LAUNCHES = 200
+MAX_LAUNCHES = 200
 GIB = 2**30
 
 
@@ -53,7 +53,7 @@ def seconds(run: Run, *, recorded: bool = True) -> float:
         run(number)
     synchronize()
     once = max(wall_seconds(lambda: run(3)), 1e-6)
-    launches = max(4, min(MOST_LAUNCHES, int(ROUND_SECONDS / once)))
+    launches = max(4, min(MAX_LAUNCHES, int(ROUND_SECONDS / once)))
     replay = _recorded(run, launches) if recorded else partial(_launch, run, launches)
     times = []
     for _ in range(ROUNDS):

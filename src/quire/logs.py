@@ -21,7 +21,7 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 CONTINUED = "\n    | "
 SECONDS_APART = 1.0  # between two warnings of a kind
-MOST_KINDS = 1000
+MAX_KINDS = 1000
 # They log every HTTP request and compiled function, which is of interest at the level debug only.
 TALKATIVE = ("numba", "httpcore", "httpx", "urllib3", "filelock", "asyncio")
 
@@ -163,7 +163,7 @@ class Throttle(logging.Filter):
         if now - passed < SECONDS_APART:
             self._kinds[kind] = (passed, held + 1)
             return False
-        if len(self._kinds) >= MOST_KINDS:
+        if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = (now, 0)
         if held:

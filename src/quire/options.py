@@ -75,7 +75,7 @@ SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "
 SIZE_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-LEAST_POOL = 2**20  # bytes; numbers below it cannot be meant as bytes where `Option.gib` is set
+MIN_POOL = 2**20  # bytes; numbers below it cannot be meant as bytes where `Option.gib` is set
 
 
 def parse_size(text: str) -> int:
@@ -99,8 +99,8 @@ def pool_size(value: str | int | float) -> int:
         value, small = (float(value), 2**30) if bare else (parse_size(value), 1)
     else:
         small = 2**30
-    size = int(value * small) if value < LEAST_POOL else int(value)
-    if 0 != size < LEAST_POOL:
+    size = int(value * small) if value < MIN_POOL else int(value)
+    if 0 != size < MIN_POOL:
         raise ValueError(value)
     return size
 

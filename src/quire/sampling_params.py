@@ -41,7 +41,7 @@ MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
 GREEDY_EPSILON = 1e-5
-LEAST_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
+MIN_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
 MAX_SEQUENCE_BREAKERS = 16
 MAX_BREAKER_LENGTH = 40
 MAX_PATTERN_SIZE = 1024  # a step looks at each size
@@ -541,9 +541,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.bad_words = self.bad_words or []
         if self.greedy:  # the likeliest token survives all three
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
-        elif self.temperature < LEAST_TEMPERATURE:
-            logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, LEAST_TEMPERATURE)
-            self.temperature = LEAST_TEMPERATURE
+        elif self.temperature < MIN_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, MIN_TEMPERATURE)
+            self.temperature = MIN_TEMPERATURE
         for name, reason in REFUSED.items():
             if getattr(self, name) != DEFAULTS[name]:
                 raise UnsupportedError(f"{name} is not supported: {reason}; leave it out", param=name)
@@ -659,12 +659,12 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check_fields(self, _BEAM_CHECKS)
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
+    def from_fields(cls, fields: Mapping[str, Any], *, default_max_tokens: int) -> BeamSearchParams:
         """Return the search that a request means which says `use_beam_search` among sampling fields.
 
         Args:
             fields: of `SamplingParams`, and `length_penalty` and `early_stopping`. The beam width is `best_of`, or else
-                `n`, of which the caller returns `n`. most_tokens: what `max_tokens` None means.
+                `n`, of which the caller returns `n`. default_max_tokens: what `max_tokens` None means.
 
         Raises:
             UnsupportedError: a field asks for something that beams cannot honour. RequestError: it is malformed.
@@ -685,7 +685,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
         taken = {name: getattr(params, name) for name in shared - {"temperature"}} | options
         if taken["max_tokens"] is None:
-            taken["max_tokens"] = most_tokens
+            taken["max_tokens"] = default_max_tokens
         return cls(beam_width=params.n if best_of is None else check_best_of(best_of, params.n), **taken)
 
     def clone(self, **changes: Any) -> BeamSearchParams:

@@ -28,10 +28,10 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from tests.helpers.kernel_memory import MOST_SHADOWED, Findings, Memory
+from tests.helpers.kernel_memory import MAX_SHADOWED, Findings, Memory
 
 POISON = 0x7FFB  # every two bytes of fresh memory: NaN as any float, large as an integer
-MOST_PROGRAMS = ((1 << 31) - 1, 65535, 65535)  # of each axis of a grid
+MAX_PROGRAMS = ((1 << 31) - 1, 65535, 65535)  # of each axis of a grid
 
 
 def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -41,7 +41,7 @@ def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         made = original(*args, **kwargs)
         storage = made.untyped_storage()
         fresh = kwargs.get("out") is None and made.device.type == "cpu" and made.dtype is not torch.bool
-        if fresh and 0 < storage.nbytes() <= MOST_SHADOWED:
+        if fresh and 0 < storage.nbytes() <= MAX_SHADOWED:
             raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())  # nothing that is recorded
             even = len(raw) // 2 * 2
             np.frombuffer(raw, np.uint16, even // 2)[:] = POISON
@@ -76,7 +76,7 @@ def kernel_checks() -> Iterator[Findings]:
         return begin(self, args, kwargs)
 
     def checked_grid(self: Any, *grid: int) -> None:
-        if any(count > most for count, most in zip(grid, MOST_PROGRAMS, strict=True)):
+        if any(count > most for count, most in zip(grid, MAX_PROGRAMS, strict=True)):
             checker.found("too many programs", f"a grid of {grid}")
         set_grid(self, *grid)
 

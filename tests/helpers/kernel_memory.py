@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.interpreter import TensorHandle
 
-MOST_SHADOWED = 1 << 30  # bytes of memory of which it is known who touched what; of larger ones, bounds alone
+MAX_SHADOWED = 1 << 30  # bytes of memory of which it is known who touched what; of larger ones, bounds alone
 MANY = -1
 
 
@@ -41,7 +41,7 @@ class _Span:
         self.start, self.end, self.unit = start, start + nbytes, unit
         self.names: list[str] = []
         self.allowed: np.ndarray | None = None  # cells of elements, where tensors are parts of the storage
-        self.shadowed = nbytes <= MOST_SHADOWED
+        self.shadowed = nbytes <= MAX_SHADOWED
         cells = -(-nbytes // unit) if self.shadowed else 0
         self.readers, self.writers = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
 

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 # Bytes of shared memory that a block may have, by compute capability.
-MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ class _PretendDriver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": MOST_SHARED[self.capability], "multiprocessor_count": 132, "warpSize": 32}
+        return {"max_shared_mem": MAX_SHARED[self.capability], "multiprocessor_count": 132, "warpSize": 32}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024

@@ -18,7 +18,7 @@ from quire.kvcache.tiers import BlockHeader
 from quire.step import Tier, TransferOp
 
 CHECK_EVERY = 3
-MOST_SEQUENCES = 7
+MAX_SEQUENCES = 7
 # Few tokens and shared beginnings, so that prefixes meet in every way.
 PROMPTS = ([1, 2, 3] * 9, [1, 2, 3, 1, 2, 4, 4, 4, 4, 4, 4, 4, 4], [5] * 17)
 
@@ -168,7 +168,7 @@ class Machine:
     # ---- planning ----
 
     def begin(self) -> bool:
-        if not self.waiting or len(self.running) >= MOST_SEQUENCES:
+        if not self.waiting or len(self.running) >= MAX_SEQUENCES:
             return False
         sequence = self.waiting[0]
         hit = self.kv.find_prefix(sequence)
@@ -291,7 +291,7 @@ class Machine:
 
     def fork_samples(self, parent: Live, end: int) -> None:
         """Where a prompt ends, some parallel samples are forked off before it is computed."""
-        if end < len(parent.token_ids) or self.rng.random() > 0.3 or len(self.running) >= MOST_SEQUENCES:
+        if end < len(parent.token_ids) or self.rng.random() > 0.3 or len(self.running) >= MAX_SEQUENCES:
             return
         child = parent.fork(self.name())
         self.kv.fork(parent, child)
@@ -462,7 +462,7 @@ class Machine:
         return True
 
     def fork(self) -> bool:
-        if not self.running or len(self.running) >= MOST_SEQUENCES:
+        if not self.running or len(self.running) >= MAX_SEQUENCES:
             return False
         parent = self.rng.choice(self.running)
         child = parent.fork(self.name())

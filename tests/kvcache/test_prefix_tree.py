@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.kvcache.block_pool import Block
-from quire.kvcache.prefix_cache import MOST_CHILDREN, PrefixTree, common_length
+from quire.kvcache.prefix_cache import MAX_CHILDREN, PrefixTree, common_length
 from quire.kvcache.view import describe_prefixes, draw_prefixes
 from tests.kvcache.model import Sequence, fork, grow, manager, start
 
@@ -81,7 +81,7 @@ def test_of_thousands_of_children_only_the_latest_are_looked_at():
     compared.clear()
     match, length = tree.match(b"p", [7, 2999, 1], 1)
     assert match is not None and (match.block_id, length) == (2999, 2)
-    assert compared == {(7, number, 0) for number in range(3000 - MOST_CHILDREN, 3000)}
+    assert compared == {(7, number, 0) for number in range(3000 - MAX_CHILDREN, 3000)}
     assert tree.match(b"p", [7, 0, 0], 1)[1] == 1  # the first child went on longer, but is too old to be looked at
 
 
@@ -98,7 +98,7 @@ def test_the_best_match_is_that_of_a_plain_search():
     for _ in range(300):
         blocks = [
             block(i, "p", f"n{i}", 1, *(rng.randint(0, 1) for _ in range(rng.randint(0, 5))))
-            for i in range(rng.randint(1, MOST_CHILDREN))
+            for i in range(rng.randint(1, MAX_CHILDREN))
         ]
         wanted = [1, *(rng.randint(0, 1) for _ in range(rng.randint(0, 6)))]
         match, length = tree_of(*blocks).match(b"p", wanted, 1)

@@ -8,7 +8,7 @@ from quire.kvcache.block_pool import Block
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.view import (
     DIGITS,
-    MOST_OWNERS,
+    MAX_OWNERS,
     REFS,
     describe_blocks,
     describe_pools,
@@ -117,7 +117,7 @@ def test_many_owners_are_counted_and_some_are_named() -> None:
         kv.fork(parent, child)
     (row,) = describe_blocks(kv, computed(parent, *children), limit=1)
     assert row["refs"] == 21
-    assert row["owners"] == ["parent", *(f"child-{index}" for index in range(MOST_OWNERS - 1))]
+    assert row["owners"] == ["parent", *(f"child-{index}" for index in range(MAX_OWNERS - 1))]
     assert draw_blocks([row], BLOCK).splitlines()[1] == "       0 9"
 
 

@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.faults import show
 from tests.helpers.live_server import LiveServer
 
-MOST_SECONDS = 0.1  # of the loop's thread between two looks, on any machine; here most are below 0.02
-MOST_BYTES = 8 * 2**20 - 1000
+MAX_SECONDS = 0.1  # of the loop's thread between two looks, on any machine; here most are below 0.02
+MAX_BYTES = 8 * 2**20 - 1000
 USER = '{"role":"user","content":"a"}'
 
 
@@ -24,7 +24,7 @@ def many(part: str, count: int) -> str:
 
 
 def fill(part: str) -> str:
-    return many(part, MOST_BYTES // (len(part) + 1) - 20)
+    return many(part, MAX_BYTES // (len(part) + 1) - 20)
 
 
 def numbered(text: str, count: int) -> str:
@@ -50,7 +50,7 @@ def bodies() -> dict[str, tuple[str, str]]:
             "/v1/chat/completions",
             f'"messages":[{USER}],"chat_template_kwargs":{{{numbered(chr(34) + "k%d" + chr(34) + ":1", 200_000)}}}',
         ),
-        "long text": ("/v1/completions", '"prompt":"' + "a b," * (MOST_BYTES // 4) + '"'),
+        "long text": ("/v1/completions", '"prompt":"' + "a b," * (MAX_BYTES // 4) + '"'),
         "text to split": ("/tokenize", '"return_token_strs":true,"prompt":"' + "a b," * 45_000 + '"'),
         "ids to join": ("/detokenize", '"tokens":[' + many("77", 2_000_000) + "]"),
         "many prompts": ("/v1/completions", '"max_tokens":1,"prompt":[' + many('"' + "a b," * 1000 + '"', 30) + "]"),
@@ -107,4 +107,4 @@ def test_no_request_holds_up_the_others(probed: tuple[LiveServer, Probe]) -> Non
         assert answer.status_code in (200, 400, 413), answer.text[:300]
         json.loads(answer.content)
     show("event loop", rows)
-    assert max(row[3] for row in rows[1:]) < MOST_SECONDS
+    assert max(row[3] for row in rows[1:]) < MAX_SECONDS

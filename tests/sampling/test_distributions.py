@@ -23,7 +23,7 @@ from tests.kernels.gpu.common import DEVICE
 
 VOCAB = 48
 ROWS = 512
-LEAST_P = 1e-4
+MIN_P = 1e-4
 PROMPT = [3, 9, 4, 5, 6, 7, 11, 4, 5, 6]
 OUTPUT = [8, 2, 4, 5, 6, 7, 2, 4, 5, 6]
 STOP_IDS = [1]
@@ -112,9 +112,9 @@ def expected(params: SamplingParams, mu: float | None = None) -> np.ndarray:
 def test_one_option_alone(name: str) -> None:
     params = SamplingParams(**SETTINGS[name], max_tokens=32)
     probs = expected(params)
-    assert chi_square(draws(params, 8 * ROWS), probs) > LEAST_P
+    assert chi_square(draws(params, 8 * ROWS), probs) > MIN_P
     plain = expected(SamplingParams())
-    assert chi_square(plain_draws(), probs) < LEAST_P, "the option should change something"
+    assert chi_square(plain_draws(), probs) < MIN_P, "the option should change something"
     assert np.abs(probs - plain).sum() > 0.05
 
 
@@ -134,7 +134,7 @@ def test_two_options_together_do_what_both_say_or_are_refused_by_name(one: str, 
         assert error.param in {**SETTINGS[one], **SETTINGS[other]} and "contradicts" in error.message
         return
     probs = expected(params)
-    assert chi_square(draws(params, 4 * ROWS), probs) > LEAST_P
+    assert chi_square(draws(params, 4 * ROWS), probs) > MIN_P
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -168,7 +168,7 @@ def test_a_gpu_draws_the_same_tokens(one: str, other: str) -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
 def test_one_option_alone_on_a_gpu(name: str) -> None:
     params = SamplingParams(**SETTINGS[name], max_tokens=32)
-    assert chi_square(draws(params, ROWS, device="cuda"), expected(params)) > LEAST_P
+    assert chi_square(draws(params, ROWS, device="cuda"), expected(params)) > MIN_P
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -179,7 +179,7 @@ def test_mirostat_goes_on_from_its_state(version: int, mu: float) -> None:
         probs = np.eye(VOCAB)[int(np.argmax(logits_of()))]
     else:
         probs = expected(params, mu=mu)
-    assert chi_square(draws(params, 4 * ROWS, state=mu), probs) > LEAST_P
+    assert chi_square(draws(params, 4 * ROWS, state=mu), probs) > MIN_P
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"allowed_token_ids"}))
@@ -193,7 +193,7 @@ def test_what_a_grammar_bars_counts_for_no_sampler(name: str) -> None:
     counts = np.zeros(VOCAB, dtype=np.int64)
     for start in range(0, 4 * ROWS, ROWS):
         np.add.at(counts, sample(params, np.arange(start, start + ROWS), mask=mask).token_ids, 1)
-    assert chi_square(counts, expected(params.clone(allowed_token_ids=allowed))) > LEAST_P
+    assert chi_square(counts, expected(params.clone(allowed_token_ids=allowed))) > MIN_P
 
 
 def test_xtc_of_another_purpose_than_the_draw() -> None:

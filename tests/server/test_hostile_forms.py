@@ -23,7 +23,7 @@ from tests.helpers.server import Server, serve
 
 MODEL = "quire-demo"
 SECONDS = 15.0  # for an answer; it takes two and a half where nothing else goes on
-MOST_GROWTH = 400 << 20  # bytes, of all processes
+MAX_GROWTH = 400 << 20  # bytes, of all processes
 
 
 def chain(count: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def test_many_forms_and_clients_that_leave_leave_nothing(server: Server, count: 
     after = processes(server)
     assert len(after) <= len(before) + 1
     assert sum(process.num_fds() for process in after) <= files + 20
-    assert sum(process.memory_info().rss for process in after) - memory < MOST_GROWTH
+    assert sum(process.memory_info().rss for process in after) - memory < MAX_GROWTH
 
 
 def test_a_killed_compiler_costs_no_request(server: Server) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.live_server import LiveServer
 
 NUM_CLIENTS = 12
 NUM_REQUESTS = 8  # of each client
-MOST_RUNNING = 8  # of a key at a time
+MAX_RUNNING = 8  # of a key at a time
 KEYS = ("sk-one", "sk-two", "sk-three")
 LONG = 2000  # context
 STATUSES = {200, 400, 404, 429, 503, 504, 529}
@@ -49,7 +49,7 @@ def engines() -> Engines:
 def stormy(tmp_path: Path, engines: Engines) -> Iterator[LiveServer]:
     """A server with limited keys whose engines are replaced."""
     file = tmp_path / "keys.yaml"
-    fields = f"max_concurrency: {MOST_RUNNING}, tokens_per_minute: 10000000"
+    fields = f"max_concurrency: {MAX_RUNNING}, tokens_per_minute: 10000000"
     file.write_text("".join([f"- {{key: {key}, name: {key[3:]}, {fields}}}\n" for key in KEYS]))
     live = LiveServer(
         llm={"max_model_len": LONG, "make_client": engines.make_client},

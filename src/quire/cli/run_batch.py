@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STDIO = "-"
 READY_PER_RUNNING = 2
-MOST_PROMPTS = 256  # of one request
+MAX_PROMPTS = 256  # of one request
 PROGRESS_SECONDS = 10.0
 SPOOL_BYTES = 64 * 2**20
 
@@ -69,7 +69,7 @@ def _with_long_queues(config: EngineConfig, options: BatchOptions) -> tuple[Engi
     concurrency = options.max_concurrency or READY_PER_RUNNING * scheduler.max_num_seqs
     longer: dict[str, Any] = {}
     if scheduler.max_num_queued_reqs is None:
-        longer["max_num_queued_reqs"] = (concurrency + 1) * MOST_PROMPTS
+        longer["max_num_queued_reqs"] = (concurrency + 1) * MAX_PROMPTS
     if scheduler.max_num_queued_tokens is None:
         longer["max_num_queued_tokens"] = 2**62
     return config.replace(**longer), concurrency

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 HOST_DEVICES = ("cpu", "reference")  # whose memory is the host's
 SWAP_SPACE = 4 * 2**30  # of the host's pool by default
 HOST_PART = 4  # where memory is the same, the pool has by default at most one part in so many of it
-LEAST_STEP = 64  # tokens; steps are not advised to be smaller
+MIN_STEP = 64  # tokens; steps are not advised to be smaller
 ROUNDS = 16  # changes of options that are tried one after the other
 
 ReservedBytes = Callable[[EngineConfig], int]
@@ -329,8 +329,8 @@ class _Sizing:
     def _smaller_steps(self) -> dict[str, Any]:
         """Return a change that makes steps smaller, or uses more of the memory; nothing where that is done already."""
         limits = self.limits
-        if limits.max_num_batched_tokens > LEAST_STEP:
-            tokens = max(LEAST_STEP, limits.max_num_batched_tokens // 2)
+        if limits.max_num_batched_tokens > MIN_STEP:
+            tokens = max(MIN_STEP, limits.max_num_batched_tokens // 2)
             return {"max_num_batched_tokens": tokens, "max_num_seqs": min(limits.max_num_seqs, tokens)}
         if limits.max_num_seqs > 1:
             return {"max_num_seqs": max(1, limits.max_num_seqs // 8)}
@@ -354,7 +354,7 @@ def allocation_failed(requested: EngineConfig, size: KVCacheSize, block_bytes: i
 def step_failed(requested: EngineConfig, config: EngineConfig, available: int) -> ConfigError:
     """Return the error for a largest step, of `config`, that did not fit beside the weights when it was tried."""
     limits = config.scheduler
-    tokens = max(1, min(limits.max_num_batched_tokens // 2, max(LEAST_STEP, limits.max_num_batched_tokens // 4)))
+    tokens = max(1, min(limits.max_num_batched_tokens // 2, max(MIN_STEP, limits.max_num_batched_tokens // 4)))
     changes = {"max_num_batched_tokens": tokens, "max_num_seqs": min(limits.max_num_seqs, tokens)}
     return ConfigError(
         f"max_num_batched_tokens: a step of {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences "

@@ -43,7 +43,7 @@ class Call(msgspec.Struct, tag=True):
     arguments: dict[str, int | bool | str] = {}
 
 
-MOST_SHOWN = 16384
+MAX_SHOWN = 16384
 
 
 class ShowBlocks(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,18 +54,18 @@ class ShowBlocks(msgspec.Struct, forbid_unknown_fields=True):
     most so many cells, which is small and quick to make.
     """
 
-    limit: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 1024
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHOWN)] = 1024
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier: Literal["device", "host"] = "device"
     tokens: bool = False
     text: bool = False
-    cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 0
+    cells: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHOWN)] = 0
 
 
 class ShowPrefixes(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call "prefixes": most nodes of the tree to show; the others as in `ShowBlocks`."""
 
-    limit: Annotated[int, msgspec.Meta(ge=0, le=MOST_SHOWN)] = 1024
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHOWN)] = 1024
     tokens: bool = False
     text: bool = False
 

@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, echo
 
-FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.01, 0.5
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.01, 0.5
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -133,7 +133,7 @@ class AdapterRegistry:
             answer, wait = await self._call("load_lora", **arguments), FIRST_WAIT_SECONDS
             while answer["state"] == "loading":
                 await asyncio.sleep(wait)
-                wait = min(2 * wait, MOST_WAIT_SECONDS)
+                wait = min(2 * wait, MAX_WAIT_SECONDS)
                 answer = await self._call("lora_status", lora_int_id=request.lora_int_id)
         finally:
             self._loading.discard(name)

@@ -130,11 +130,13 @@ class AsyncLLM:
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
         limits = self.config.scheduler
-        self.most_requests = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self.max_num_queued_reqs = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_lock = asyncio.Lock()
         self._sleep_level = 0  # 0 awake, 1 without KV cache, 2 without weights
-        self._most_tokens = limits.max_num_queued_tokens or self.most_requests * limits.max_num_batched_tokens
+        self._max_num_queued_tokens = (
+            limits.max_num_queued_tokens or self.max_num_queued_reqs * limits.max_num_batched_tokens
+        )
 
     async def start(self) -> None:
         """Load tokenizer and model; return when requests can be served. Later calls do nothing.
@@ -255,11 +257,11 @@ class AsyncLLM:
         queued = self.ttft.num_queued_tokens
         wait = self.ttft.estimate(num_tokens)
         later = 1.0 if wait is None else max(1.0, wait)
-        if self.num_unfinished >= self.most_requests:
+        if self.num_unfinished >= self.max_num_queued_reqs:
             raise OverloadedError(
                 f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
             )
-        if queued and queued + num_tokens > self._most_tokens:
+        if queued and queued + num_tokens > self._max_num_queued_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
         limits = [limit for limit in (within, self.config.server.max_ttft) if limit is not None]
         if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):
@@ -380,7 +382,7 @@ class AsyncLLM:
 
         All are aborted if one fails. `note` is called with the stream of each; options are those of `submit`.
         """
-        window = max(1, min(POOLING_WINDOW, self.most_requests // POOLING_QUEUE_SHARE))
+        window = max(1, min(POOLING_WINDOW, self.max_num_queued_reqs // POOLING_QUEUE_SHARE))
         in_flight: deque[RequestStream] = deque()
         outputs: list[Pooled] = []
 

@@ -577,7 +577,7 @@ class OutputProcessor:
             refused=isinstance(state.completions[0].error, RequestError),
             num_cached_tokens=state.num_cached_tokens,
             metrics=state.metrics,
-            most_generation_tokens=max(item.num_tokens for item in state.completions),
+            max_generation_tokens=max(item.num_tokens for item in state.completions),
         )
         for listener in self._listeners:
             listener.on_finished(finished)

@@ -24,7 +24,7 @@ class FinishedRequest:
         num_sequences: completions generated, more than n with `best_of`.
         finish_reason: of the first completion; "abort" if the caller went away. refused: whether, with "error", the
             engine could never have served it.
-        most_generation_tokens: of the longest sequence.
+        max_generation_tokens: of the longest sequence.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class FinishedRequest:
     refused: bool
     num_cached_tokens: int
     metrics: RequestMetrics
-    most_generation_tokens: int = 0
+    max_generation_tokens: int = 0
 
     @property
     def stage(self) -> str:

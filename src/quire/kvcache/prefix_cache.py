@@ -12,7 +12,7 @@ from collections.abc import Callable
 from quire.kvcache.block_pool import NULL_BLOCK, Block
 from quire.kvcache.tiers import HostHit, TierHit
 
-MOST_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
+MAX_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
 CachedBlock = Block | HostHit | TierHit
 
@@ -147,7 +147,7 @@ class PrefixTree:
         if siblings is None:
             return None, 0
         for number, block in enumerate(reversed(siblings.values())):
-            if number == MOST_CHILDREN:
+            if number == MAX_CHILDREN:
                 break
             # Most children diverge no later than the best so far, which takes one comparison to see.
             if block.step < before_step and block.token_ids[: most + 1] == token_ids[: most + 1]:

@@ -16,9 +16,9 @@ from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.manager import BlockTables, KVCacheManager
 
 TIERS = ("device", "host")
-MOST_OWNERS = 8  # of one block
-MOST_IDS = 16  # block ids of a node of the tree
-MOST_TOKENS = 64  # token ids of a node of the tree
+MAX_OWNERS = 8  # of one block
+MAX_IDS = 16  # block ids of a node of the tree
+MAX_TOKENS = 64  # token ids of a node of the tree
 ROW = 64  # blocks in a line of the drawing
 
 Tables = Mapping[str, BlockTables]
@@ -155,7 +155,7 @@ def _uses(tables: Tables, num_computed: Mapping[str, int], ids: range, block_siz
                 use = uses.setdefault(block.block_id, _Use())
                 use.group, use.index = group, index
                 use.num_tokens = max(use.num_tokens, _num_filled(total, index, block_size))
-                if len(use.owners) < MOST_OWNERS:
+                if len(use.owners) < MAX_OWNERS:
                     use.owners.append(sequence_id)
     return uses
 
@@ -229,10 +229,10 @@ def describe_prefixes(blocks: Iterable[Block], *, limit: int = 1024, tokens: boo
                 "blocks": len(run),
                 "in_use": sum(block.ref_count > 0 for block in run),
                 "group": group_of_hash(run[0].block_hash or b""),
-                "block_ids": [block.block_id for block in run[:MOST_IDS]],
+                "block_ids": [block.block_id for block in run[:MAX_IDS]],
             }
             if tokens:
-                row["token_ids"] = token_ids[:MOST_TOKENS]
+                row["token_ids"] = token_ids[:MAX_TOKENS]
             rows.append(row)
     return {"num_roots": num_roots, "num_nodes": num_nodes, "num_tokens": num_tokens, "nodes": rows}
 
@@ -254,8 +254,8 @@ def draw_prefixes(tree: Mapping[str, Any], *, num_tokens: int = 8) -> str:
 FREE, CACHED, LOADING = ".", "c", "~"
 REFS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of a used cell: so many block tables hold it, the last one: or more
 DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-MOST_SETS = len(DIGITS) ** 2
-MOST_MAP_OWNERS = 16  # of one block
+MAX_SETS = len(DIGITS) ** 2
+MAX_MAP_OWNERS = 16  # of one block
 
 
 def map_blocks(kv: KVCacheManager, request_of: Mapping[str, int], *, tier: str, cells: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def map_blocks(kv: KVCacheManager, request_of: Mapping[str, int], *, tier: str, 
     `states`, a character for each cell of `per_cell` blocks: `FREE`, `CACHED` (free, and its content can be found),
     `LOADING` or one of `REFS`. A cell of several blocks shows what most of them are, and of used ones the most
     references. `owners` has two digits to the base 64 for each used or loading cell, in order: which of `sets` owns it,
-    a list of requests (at most `MOST_MAP_OWNERS`).
+    a list of requests (at most `MAX_MAP_OWNERS`).
 
     Args:
         request_of: the number of the request that each sequence belongs to. tier: "device" or "host".
@@ -316,7 +316,7 @@ def _owners(tables: Tables, request_of: Mapping[str, int]) -> dict[int, tuple[in
             continue
         for block in (block for table in groups for block in table if block is not NULL_BLOCK):
             known = owners.get(block.block_id, ())
-            if request not in known and len(known) < MOST_MAP_OWNERS:
+            if request not in known and len(known) < MAX_MAP_OWNERS:
                 owners[block.block_id] = (*known, request)
     return owners
 
@@ -343,7 +343,7 @@ def _intern(names: Iterable[tuple[int, ...]]) -> tuple[list[list[int]], str]:
     digits = []
     for name in names:
         number = numbers.get(name)
-        if number is None and len(numbers) < MOST_SETS:
+        if number is None and len(numbers) < MAX_SETS:
             number = numbers[name] = len(numbers)
         elif number is None:
             number = numbers.get(name[:1], 0)

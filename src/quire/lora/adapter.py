@@ -27,7 +27,7 @@ PICKLE_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 DIGEST_BYTES = 16
-MOST_NAMED = 8
+MAX_NAMED = 8
 NO_LAYER = "this model has no such layer, or none that adapters can change"
 # Tails of tensor names -> what the tensor is to its module.
 TAILS = (
@@ -84,8 +84,8 @@ def read_adapter(
     _check_targets(config, modules, targets, path)
     reader = _Reader(config, path, vocab_size + extra_vocab)
     changes = {name: reader.change(found) for name, found in modules.items()}
-    known = _most_rows(changes, targets, "embedding", vocab_size)
-    scored = _most_rows(changes, targets, "head", vocab_size)
+    known = _max_rows(changes, targets, "embedding", vocab_size)
+    scored = _max_rows(changes, targets, "head", vocab_size)
     if scored > known:
         raise ModelError(
             f"{path}: the output head has {scored} rows, but the embedding has {known} (expected as many: what is "
@@ -99,7 +99,7 @@ def read_adapter(
     return Adapter(changes, known, scored, digest.hexdigest())
 
 
-def _most_rows(changes: Mapping[str, LoRAChange], targets: Mapping[str, LoRATarget], kind: str, least: int) -> int:
+def _max_rows(changes: Mapping[str, LoRAChange], targets: Mapping[str, LoRATarget], kind: str, least: int) -> int:
     wholes = [change.whole for name, change in changes.items() if targets[name].kind == kind]
     return max([least, *[whole.shape[0] for whole in wholes if whole is not None]])
 
@@ -166,14 +166,14 @@ def _check_targets(
 
 def _shown(targets: Mapping[str, LoRATarget]) -> str:
     names = dict.fromkeys(name.rpartition(".")[2] for name in targets)
-    return ", ".join(list(names)[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return ", ".join(list(names)[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
 
 
 class _Reader:
-    """Makes changes of tensors; `most_rows` are those that a table may have."""
+    """Makes changes of tensors; `max_rows` are those that a table may have."""
 
-    def __init__(self, config: PeftConfig, path: Path, most_rows: int) -> None:
-        self._config, self._path, self._most_rows = config, path, most_rows
+    def __init__(self, config: PeftConfig, path: Path, max_rows: int) -> None:
+        self._config, self._path, self._max_rows = config, path, max_rows
 
     def change(self, found: _Found) -> LoRAChange:
         """Return what the tensors of one module do to it."""
@@ -206,10 +206,10 @@ class _Reader:
                 f"{self._where(name)}: {target.name} is held whole (expected only embeddings and the output head)"
             )
         rows = tensor.shape[0] if tensor.array.ndim == 2 else 0
-        if rows > self._most_rows:
+        if rows > self._max_rows:
             raise ModelError(
                 f"{self._where(name)} has {rows} rows, {rows - target.outputs} more than the model (expected at most "
-                f"{self._most_rows - target.outputs} more, --lora-extra-vocab-size)"
+                f"{self._max_rows - target.outputs} more, --lora-extra-vocab-size)"
             )
         return self._read(name, tensor, (max(rows, target.outputs), target.inputs))
 

@@ -10,14 +10,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.messages import MOST_SHOWN
+from quire.engine.messages import MAX_SHOWN
 from quire.server.context import context_of, model_context
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
 from quire.server.parsing import QuerySchema, describe_query, read_query
 
 PREFIXES_QUERY: QuerySchema = {
-    "limit": {"type": "integer", "minimum": 0, "maximum": MOST_SHOWN},
+    "limit": {"type": "integer", "minimum": 0, "maximum": MAX_SHOWN},
     "tokens": {"type": "boolean"},
     "format": {"type": "string", "enum": ["json", "text"]},
     "model": {"type": "string"},

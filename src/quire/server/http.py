@@ -30,8 +30,8 @@ LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
 MAX_URL_BYTES = 32768
-MOST_CONNECTIONS = 65536
-LEAST_CONNECTIONS = 8
+MAX_CONNECTIONS = 65536
+MIN_CONNECTIONS = 8
 
 
 def default_connections() -> int:
@@ -39,11 +39,11 @@ def default_connections() -> int:
     try:
         import resource
     except ImportError:  # not on every platform
-        return MOST_CONNECTIONS
+        return MAX_CONNECTIONS
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, files - max(files // 8, 40)))
+        return MAX_CONNECTIONS
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, files - max(files // 8, 40)))
 
 
 def tune_listener(listener: socket.socket) -> None:

@@ -26,7 +26,7 @@ MAX_VALUES = 2**19  # texts, objects and lists of one body; numbers in lists of 
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list
-LEAST_DEPTH = 1  # up to which there are few items, but large ones, such as choices
+MIN_DEPTH = 1  # up to which there are few items, but large ones, such as choices
 NUMBERS = re.compile(r"[-+0-9.eE, \t\r\n]{0,65536}")
 
 T = TypeVar("T")
@@ -98,13 +98,13 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
             _write(item, parts, depth + 1)
             mark = b","
         parts.append(b"}" if value else b"{}")
-    elif isinstance(value, list) and len(value) > WRITTEN_AT_ONCE and depth > LEAST_DEPTH:
+    elif isinstance(value, list) and len(value) > WRITTEN_AT_ONCE and depth > MIN_DEPTH:
         mark = b"["
         for start in range(0, len(value), WRITTEN_AT_ONCE):
             parts += [mark, msgspec.json.encode(value[start : start + WRITTEN_AT_ONCE])[1:-1]]
             mark = b","
         parts.append(b"]")
-    elif isinstance(value, list) and value and depth <= LEAST_DEPTH:
+    elif isinstance(value, list) and value and depth <= MIN_DEPTH:
         mark = b"["
         for item in value:
             parts.append(mark)

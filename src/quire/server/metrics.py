@@ -269,7 +269,7 @@ class ModelMetrics:
         lengths = {
             "prompt": request.num_prompt_tokens,
             "generation": request.num_generation_tokens,
-            "longest": request.most_generation_tokens,
+            "longest": request.max_generation_tokens,
             "max_tokens": request.max_tokens,
             "computed": request.num_prompt_tokens - request.num_cached_tokens,
         }

@@ -26,7 +26,7 @@ from quire.server.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
-MOST_STAY_SECONDS = 30.0
+MAX_STAY_SECONDS = 30.0
 
 Work = Callable[[ServedModel], Coroutine[Any, Any, None]]
 
@@ -251,7 +251,7 @@ class ModelPool:
         elif able:
             victim = min(able, key=lambda model: model.last_acquired)
             # A model that takes long to load stays for as long, or else the pool would thrash.
-            stay = victim.ready_at + min(victim.load_seconds, MOST_STAY_SECONDS) - self._clock()
+            stay = victim.ready_at + min(victim.load_seconds, MAX_STAY_SECONDS) - self._clock()
             victim.draining = stay <= 0
             if stay > 0:
                 if self._stay_timer is not None:

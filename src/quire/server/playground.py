@@ -20,7 +20,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.messages import MOST_SHOWN
+from quire.engine.messages import MAX_SHOWN
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
@@ -185,7 +185,7 @@ class EngineSnapshots:
     async def _take(self, llm: AsyncLLM) -> None:
         seconds = 0.0
         try:
-            snapshot: dict[str, Any] | None = await llm.call("blocks", cells=MOST_SHOWN, limit=MAX_REQUESTS)
+            snapshot: dict[str, Any] | None = await llm.call("blocks", cells=MAX_SHOWN, limit=MAX_REQUESTS)
             assert snapshot is not None
             seconds = snapshot.pop("seconds")
         except QuireError as error:

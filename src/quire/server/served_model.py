@@ -16,7 +16,7 @@ from quire.server.errors import HTTPProblem, retry_headers
 from quire.server.model_entry import accepted_names, served_names
 
 FIRST_BACKOFF_SECONDS = 1.0
-MOST_BACKOFF_SECONDS = 300.0
+MAX_BACKOFF_SECONDS = 300.0
 SOON_SECONDS = 60.0  # a model that dies within so long after loading is as one that could not be loaded
 PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+)+/?")
 
@@ -143,7 +143,7 @@ class ServedModel:
     def note_failure(self, error: QuireError, now: float) -> None:
         """Note that it could not be loaded; each failure in a row doubles the time until the next try."""
         self.error = error
-        self.backoff = min(max(2 * self.backoff, FIRST_BACKOFF_SECONDS), MOST_BACKOFF_SECONDS)
+        self.backoff = min(max(2 * self.backoff, FIRST_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
         self.retry_at = now + self.backoff
 
     def note_death(self, now: float) -> None:

@@ -29,7 +29,7 @@ MAX_ITEMS_IN_ROW = 2_000
 STEP_MAX_ITEMS = 50_000
 MAX_GRAMMAR_SYMBOLS = 500_000
 
-MOST_ERROR_CHARS = 500
+MAX_ERROR_CHARS = 500
 GRAMMAR_FAILED = "structured output failed: "  # begins the message of an error of a grammar in the engine
 _LIMIT_WORDS = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
 
@@ -51,7 +51,7 @@ def parser_limits() -> llguidance.LLParserLimits:
 
 def first_line(error: str) -> str:
     """Return the first line of an error of llguidance, reworded where only its source explains it."""
-    line = error.strip().split("\n", 1)[0][:MOST_ERROR_CHARS]
+    line = error.strip().split("\n", 1)[0][:MAX_ERROR_CHARS]
     if line == "NoExtensionBias":
         return "no text satisfies the grammar"
     if line.startswith("panic"):

@@ -36,8 +36,8 @@ class SmallTiles(TunedConfigs):
 
 @pytest.fixture(autouse=True)
 def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "LEAST_SHARE", 16)
-    monkeypatch.setattr(attention_plan, "LEAST_PROMPT_SHARE", 16)
+    monkeypatch.setattr(attention_plan, "MIN_SHARE", 16)
+    monkeypatch.setattr(attention_plan, "MIN_PROMPT_SHARE", 16)
     monkeypatch.setattr(attention_plan, "CHUNK", 64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.pretend_gpu import MOST_SHARED, Resources, compile_in_child, run_compiling
+from tests.helpers.pretend_gpu import MAX_SHARED, Resources, compile_in_child, run_compiling
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = """
@@ -42,14 +42,14 @@ for one in compiled:
 """
 # Bytes a thread that experts' and adapters' kernels may have in local memory: a frame at most on the chip that tiles
 # were chosen for; before it had asynchronous products, wide tiles put some of their addresses aside.
-MOST_LOCAL = {90: 8, 80: 160}
+MAX_LOCAL = {90: 8, 80: 160}
 CAPABILITIES = pytest.mark.parametrize("capability", [90, 80])
 
 
 def compiled(topic: str, capability: int, function: str = "launch") -> list[Resources]:
     """Return what the kernels of a topic take, which all fit into shared memory."""
     found = compile_in_child(f"tests.kernels.gpu.compile_{topic}:{function}", capability)
-    assert found and all(one.shared <= MOST_SHARED[capability] for one in found)
+    assert found and all(one.shared <= MAX_SHARED[capability] for one in found)
     return found
 
 
@@ -78,7 +78,7 @@ def test_linear(capability: int, function: str) -> None:
 def test_experts_and_adapters(capability: int, topic: str) -> None:
     name, _, function = topic.partition(":")
     made = compiled(name, capability, function)
-    assert all(one.local <= MOST_LOCAL[capability] for one in made)
+    assert all(one.local <= MAX_LOCAL[capability] for one in made)
     assert all(one.matrix_unit for one in made if one.name in ("grouped_gemm_kernel", "coded_kernel"))
     assert capability < 90 or any(one.matrix_unit == "wgmma" for one in made)
 

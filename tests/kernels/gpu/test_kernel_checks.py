@@ -198,7 +198,7 @@ def test_hints_that_are_wrong_and_addresses_that_do_not_fit_a_type_are_found() -
 
 
 def test_grids_that_no_gpu_takes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks_module, "MOST_PROGRAMS", (1 << 20, 3, 3))
+    monkeypatch.setattr(kernel_checks_module, "MAX_PROGRAMS", (1 << 20, 3, 3))
     with kernel_checks() as findings:
         x, y = values(), torch.zeros(COUNT)
         copy_kernel[(1, 3)](x, y, COUNT, 1)

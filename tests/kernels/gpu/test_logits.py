@@ -41,7 +41,7 @@ def test_the_first_of_the_largest_however_a_row_is_cut(shape: tuple[int, int]) -
 
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (7, 3), (300, 0), (5000, 20), (20001, 5), (400, 400)])
 def test_log_probabilities(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "MOST_ORDERED", 2 * size)  # the last row is ordered by itself
+    monkeypatch.setattr(sampling, "MAX_ORDERED", 2 * size)  # the last row is ordered by itself
     rng = np.random.default_rng(size)
     logits = np.round(4 * normal(rng, 3, size), 1)
     logits[0, 1::2] = -np.inf

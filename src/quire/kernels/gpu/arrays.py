@@ -13,7 +13,7 @@ from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.tuned_configs import TunedConfigs
 
 MILLISECONDS = 1e-3
-MOST_PINNED = 1 << 23  # bytes of an array that is copied through pinned memory; larger ones are part of no step
+MAX_PINNED = 1 << 23  # bytes of an array that is copied through pinned memory; larger ones are part of no step
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,7 +70,7 @@ class ArrayOps:
         PyTorch keeps pinned memory for reuse, and reuses none that a copy still reads.
         """
         host = torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
-        if self.device.type != "cuda" or array.nbytes > MOST_PINNED:
+        if self.device.type != "cuda" or array.nbytes > MAX_PINNED:
             return host.to(self.device)
         return host.pin_memory().to(self.device, non_blocking=True)
 

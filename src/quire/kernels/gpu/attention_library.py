@@ -26,13 +26,13 @@ from quire.kernels.gpu.cache import KVCache
 
 Prompt = tuple[int, int, int]  # first row, tokens, and how many prompts of the same length follow one another
 
-MOST_HEAD = 256  # elements of a head that FlashAttention has room for
+MAX_HEAD = 256  # elements of a head that FlashAttention has room for
 FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the latter where PyTorch was built without the former
 
 
 def has_flash(act: torch.dtype, params: AttentionParams) -> bool:
     """Whether FlashAttention computes heads of this size and type."""
-    return act.itemsize == 2 and params.head_size <= MOST_HEAD and params.head_size % 8 == 0
+    return act.itemsize == 2 and params.head_size <= MAX_HEAD and params.head_size % 8 == 0
 
 
 def whole_prompts(metadata: AttentionMetadata, params: AttentionParams, least: int) -> list[Prompt]:

@@ -16,9 +16,9 @@ from quire.kernels.gpu.cache import KVCache
 from quire.kernels.gpu.kernel_args import power_of_two
 
 CHUNK = 1024  # keys whose softmax is computed by itself where results must not depend on the batch
-MOST_SHORT_ROWS = 64  # of a tile of single tokens
-LEAST_SHARE = 128  # keys: less is not worth a program of its own
-LEAST_PROMPT_SHARE = 512
+MAX_SHORT_ROWS = 64  # of a tile of single tokens
+MIN_SHARE = 128  # keys: less is not worth a program of its own
+MIN_PROMPT_SHARE = 512
 Kind = Literal["decode", "prompt"]
 WAVES = 4  # splits are for about so many programs a place, so that long sequences do not keep the rest waiting
 
@@ -116,13 +116,13 @@ def decode_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, si
     if backend.batch_invariant:
         return _invariant_launch(backend, cache, params, single)
     group, padded = params.num_heads // params.num_kv_heads, max(16, power_of_two(params.head_size))
-    rows = min(MOST_SHORT_ROWS, max(16, power_of_two(group)))
+    rows = min(MAX_SHORT_ROWS, max(16, power_of_two(group)))
     vector = padded * cache.data.element_size()
     default = {"keys": min(64, max(16, 16384 // vector)), "warps": 4, "stages": 3, "places": 2}
     if cache.stored:  # converted in registers, which are what is scarce then
         default = {"keys": min(64, max(16, 4096 // padded)), "warps": 4, "stages": 4, "places": 3}
     choice = backend.tuned_configs.get("decode_attention", _key(cache, params), default)
-    tiling = _tiling(rows, group, choice["keys"], LEAST_SHARE, single=single, one_tile=True)
+    tiling = _tiling(rows, group, choice["keys"], MIN_SHARE, single=single, one_tile=True)
     return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms * choice["places"])
 
 
@@ -150,7 +150,7 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
     size = "many" if tokens * params.num_heads >= 128 * backend.num_sms else "few"
     choice = backend.tuned_configs.get("prompt_attention", f"{_key(cache, params)} {size}", default)
     short = decode_launch(backend, cache, params, False).tiling.queries
-    tiling = _tiling(choice["rows"], group, choice["keys"], LEAST_PROMPT_SHARE, short=short)
+    tiling = _tiling(choice["rows"], group, choice["keys"], MIN_PROMPT_SHARE, short=short)
     return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms)
 
 
@@ -173,5 +173,5 @@ def _invariant_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams
     if not exact and backend.capability < (9, 0):
         keys, warps = 32 if padded <= 128 and not cache.stored else 16, 8  # see `prompt_launch`
     assert CHUNK % keys == 0, "no key is in two chunks"
-    tiling = _tiling(rows, group, keys, LEAST_SHARE, single=single, one_tile=single, chunk=CHUNK)
+    tiling = _tiling(rows, group, keys, MIN_SHARE, single=single, one_tile=single, chunk=CHUNK)
     return Launch(tiling, padded, warps, 1 if exact else 2, backend.num_sms * 2)

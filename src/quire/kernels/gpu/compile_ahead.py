@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 
 
 class CompileAhead:
@@ -43,7 +43,7 @@ class CompileAhead:
     def __init__(self) -> None:
         self.num_kernels = 0
         self._made: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
-        self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compile")
+        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="compile")
         self._token: Any = None
 
     def __enter__(self) -> CompileAhead:

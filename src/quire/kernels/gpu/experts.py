@@ -41,7 +41,7 @@ TILES = {
     128: ((128, 64, 8, 3), (256, 64, 8, 3)),
 }
 FLOAT32_TILES = (32, 32, 4, 2), (64, 32, 4, 2)
-MOST_ROWS = 4  # tokens whose experts are each computed by themselves
+MAX_ROWS = 4  # tokens whose experts are each computed by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class ExpertOps(LinearOps):
 
 def few_pairs(tokens: int, top_k: int, number: int) -> bool:
     """Whether each pair is computed by itself: with one token, or where hardly any two choose the same expert."""
-    return tokens == 1 or (tokens <= MOST_ROWS and 4 * tokens * top_k <= number)
+    return tokens == 1 or (tokens <= MAX_ROWS and 4 * tokens * top_k <= number)
 
 
 def float_tiles(kernel: str, size: int, act: torch.dtype) -> KernelConfig:

@@ -29,8 +29,8 @@ from quire.kernels.gpu.quantize import quantize_rows
 from quire.kernels.gpu.tuned_configs import KernelConfig
 from quire.kernels.weight_storage import stored_layout
 
-MOST_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
-MOST_NIBBLE_ROWS = 2  # beyond that decoded nibbles and their inputs do not fit into registers
+MAX_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
+MAX_NIBBLE_ROWS = 2  # beyond that decoded nibbles and their inputs do not fit into registers
 NIBBLES = ("int4", "table")
 NATIVE_FP8 = (8, 9)  # the first compute capability that converts and multiplies E4M3
 TILE_ROWS = (16, 32, 64, 128)  # rows of x of a tile
@@ -143,7 +143,7 @@ class LinearOps(ArrayOps):
     def gated_linear(self, x: torch.Tensor, weight: GPULinear, kind: str) -> torch.Tensor:
         """For a few rows one kernel computes all of it."""
         number = activation_number(kind, gated=True)
-        if x.shape[0] <= MOST_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
+        if x.shape[0] <= MAX_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
             return self._product(x, weight, number)
         return self.gated_activation(self._product(x, weight, 0), kind)
 
@@ -196,13 +196,13 @@ class LinearOps(ArrayOps):
 
     def _is_gemv(self, rows: int, weight: GPULinear) -> bool:
         """Whether so few rows are faster through `gemv_kernel`; never where bits must not depend on their number."""
-        if self.batch_invariant or not 0 < rows <= MOST_GEMV_ROWS:
+        if self.batch_invariant or not 0 < rows <= MAX_GEMV_ROWS:
             return False
         launches = self._launches(weight)
         known = launches.get("most rows")
         if known is None:
             key = f"{weight.kind}:{weight.outputs}x{weight.inputs}"
-            most = MOST_NIBBLE_ROWS if weight.kind in NIBBLES else MOST_GEMV_ROWS
+            most = MAX_NIBBLE_ROWS if weight.kind in NIBBLES else MAX_GEMV_ROWS
             default = {"rows": most if self._compiled or weight.kind != "float" else 0}  # interpreted it takes seconds
             known = launches["most rows"] = self.tuned_configs.get("gemv_rows", key, default)
         return bool(rows <= known["rows"])

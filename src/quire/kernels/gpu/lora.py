@@ -204,7 +204,7 @@ def limit_kernel(x, limits, width, BLOCK: tl.constexpr):
 UNIT = 16  # what ranks and the elements between rows are padded to: bytes for aligned loads, and a product's depth
 COLUMNS = 64  # of y that one program writes
 LIMIT_COLUMNS = 1024
-MOST_SPLITS = 8  # of K among programs
+MAX_SPLITS = 8  # of K among programs
 MANY = 256  # rows of a step from which on its blocks are large
 
 
@@ -349,7 +349,7 @@ class _Step:
 
     def splits(self, depth: int) -> int:
         """Return among how many programs K is split, so that a step of few rows has many."""
-        most = max(1, min(MOST_SPLITS, depth // 256))
+        most = max(1, min(MAX_SPLITS, depth // 256))
         if self.backend.batch_invariant:
             return most
         programs = self.blocks * len(self.slots.sizes) * (self.slots.rank // self.slots.rank_tile)

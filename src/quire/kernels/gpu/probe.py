@@ -17,7 +17,7 @@ from quire.kernels.memory import DeviceMemory, available_memory
 
 _NAME_BYTES = 256
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-LEAST_CAPABILITY = (8, 0)  # Ampere: bfloat16 and what Triton's kernels count on
+MIN_CAPABILITY = (8, 0)  # Ampere: bfloat16 and what Triton's kernels count on
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def usable_gpu() -> GPU | None:
     if missing_packages() or torch_for_cpus() is not None:
         return None
     gpus = find_gpus()
-    return gpus[0] if gpus and gpus[0].capability >= LEAST_CAPABILITY else None
+    return gpus[0] if gpus and gpus[0].capability >= MIN_CAPABILITY else None
 
 
 def interpreted() -> bool:
@@ -106,7 +106,7 @@ def check_gpu() -> None:
     gpus = find_gpus()
     if interpreted():
         return
-    if gpus and gpus[0].capability >= LEAST_CAPABILITY:
+    if gpus and gpus[0].capability >= MIN_CAPABILITY:
         version = torch_for_cpus()
         if version is not None:
             raise ConfigError(

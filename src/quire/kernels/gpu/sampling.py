@@ -29,7 +29,7 @@ PART = 16384  # logits of one sum; fixed, so that sums do not depend on the batc
 ENTRIES = 256  # of a list, for each program
 DRAW = {"warps": 16, "weigh": 2048, "read": 2048}  # see `draw`
 PIECES = {"warps": 16, "weigh": 2048, "read": 2048, "rounds": 4}  # of rows that are cut
-MOST_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys' memory to 128 MB
+MAX_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys' memory to 128 MB
 
 
 class SamplingOps(ArrayOps):
@@ -159,7 +159,7 @@ class SamplingOps(ArrayOps):
         best = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
         if k == 0:
             return best
-        at_once = max(1, MOST_ORDERED // size)
+        at_once = max(1, MAX_ORDERED // size)
         for start in range(0, rows, at_once):
             piece = logits[start : start + at_once]
             keys = torch.empty(piece.shape, dtype=torch.int64, device=logits.device)

@@ -4,7 +4,7 @@ import { count, el } from "./dom.js";
 
 const REFS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
-const MOST_HEIGHT = { device: 216, host: 44 };
+const MAX_HEIGHT = { device: 216, host: 44 };
 const MANY = 8192; // cells that need more height
 const LARGEST = 17;
 const SMALLEST = 2;
@@ -94,7 +94,7 @@ export class Pool {
   layOut() {
     const width = this.root.clientWidth;
     const cells = this.map.states.length;
-    const most = MOST_HEIGHT[this.tier] * (cells > MANY ? 1.5 : 1);
+    const most = MAX_HEIGHT[this.tier] * (cells > MANY ? 1.5 : 1);
     let size = Math.ceil(Math.sqrt((width * most) / cells));
     while (size > SMALLEST && Math.ceil(cells / Math.floor(width / size)) * size > most) size--;
     size = Math.min(LARGEST, Math.max(SMALLEST, size));

@@ -8,7 +8,7 @@ const QUEUES = [
   ["swapped", "Swapped out"],
   ["loading", "Loading from disk"],
 ];
-const MOST_ROWS = 24;
+const MAX_ROWS = 24;
 // Told apart from each other and from the page's own colour, on light and dark ground.
 const PALETTE = ["#4f7cc4", "#c2703d", "#8a62b8", "#6a9440", "#b8527f", "#a98c1f", "#5a6fd0", "#c25b52", "#7f8f45",
   "#a566a0", "#4c9c6e", "#ae7a55"];
@@ -64,7 +64,7 @@ export class Queues {
       const total = picture.queues[name] || 0;
       if (!total && name !== "running") continue;
       const entries = byQueue.get(name).sort((a, b) => Number(b[1].mine) - Number(a[1].mine));
-      const list = entries.slice(0, MOST_ROWS).map(([request, info, index]) => {
+      const list = entries.slice(0, MAX_ROWS).map(([request, info, index]) => {
         const key = info.key || `#${index}`;
         used.add(key);
         return this.row(key, request, info);

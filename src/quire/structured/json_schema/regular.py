@@ -209,7 +209,7 @@ def weight(lang: Lang, most: int) -> int:
 
 def matches(lang: Lang, value: str) -> bool:
     """Return whether `value` is in `lang`; raises `TooLargeError`."""
-    left = _MOST_WORK
+    left = _MAX_WORK
     for char in value:
         if lang in (EMPTY, ALL):
             break
@@ -220,7 +220,7 @@ def matches(lang: Lang, value: str) -> bool:
     return nullable(lang)
 
 
-_MOST_WORK = 300_000
+_MAX_WORK = 300_000
 
 
 def is_empty(lang: Lang, spend: Callable[[int], None], most: int = 60_000) -> bool:
