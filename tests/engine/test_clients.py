@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from quire.config import SERVER_GROUPS, EngineConfig
-from quire.engine.client import EngineClient, SocketClient, create_client
+from quire.engine.client import EngineClient, SocketClient
 from quire.engine.connection import FrameDecoder, encode_frame
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
-from quire.engine.process import EngineProcess, ProcessClient
+from quire.engine.process import EngineProcess, ProcessClient, create_client
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 from tests.engine.conftest import CONFIG, request

@@ -71,6 +71,24 @@ def test_abort_frees_blocks_at_once(folder: Path) -> None:
     core.call("check_integrity")
 
 
+@pytest.mark.parametrize("step_before_abort", [False, True])
+def test_idle_time_is_no_step_time(folder: Path, step_before_abort: bool) -> None:
+    now = [0.0]
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=16)
+    core = EngineCore(config, executor=NullExecutor(1000), info=load_model_info(folder), clock=lambda: now[0])
+    core.add(request("a", [1], max_tokens=50))
+    for now[0] in (1.0, 2.0):
+        core.step()
+    assert core.call("stats")["step_seconds"] == 1.0
+    core.abort(AbortRequests(request_ids=["a"]))
+    if step_before_abort:
+        core.step()
+    for now[0] in (1000.0, 1002.0):
+        core.add(request(f"b{now[0]}", [1], max_tokens=9))
+        core.step()
+    assert core.call("stats")["step_seconds"] == 3.0
+
+
 def test_the_context_is_limited_to_what_the_cache_holds(folder: Path) -> None:
     core = make_core(folder, num_gpu_blocks_override=8)
     assert core.ready.max_model_len == 8 * 16

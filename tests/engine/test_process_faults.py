@@ -6,10 +6,14 @@ The engine is the real one, but for a model that does what prompts say (`tests/h
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import io
 import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,9 +27,9 @@ import uvloop
 
 from quire.engine import heartbeat
 from quire.engine.messages import EngineOutputs
-from quire.engine.process import ProcessClient
+from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, OverloadedError
 from tests.engine.conftest import request
 from tests.engine.test_clients import config_for, run
 from tests.helpers import faulty_engine
@@ -180,6 +184,61 @@ def test_an_engine_that_talks_nonsense_is_ended(folder: Path, tmp_path: Path, mo
         assert client.process.exit_code.result() == -signal.SIGKILL
 
     run(scenario())
+
+
+def test_a_process_that_cannot_be_started_is_an_error_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+    async def scenario() -> None:
+        before = psutil.Process().num_fds()
+        client = ProcessClient(config_for(folder))
+        with pytest.raises(EngineDeadError, match=r"cannot be started: .* temporarily unavailable"):
+            await client.start()
+        client.kill()
+        await client.close()
+        assert psutil.Process().num_fds() == before
+
+    run(scenario())
+
+
+def test_a_connection_that_the_engine_has_no_room_for_is_refused_and_the_others_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited: list[socket.socket] = []
+
+    class Loading:
+        """A process that accepts no connections yet."""
+
+        stdin, pid = io.BytesIO(), 0
+
+        def __init__(self, command: object, *, pass_fds: tuple[int, ...], **options: object) -> None:
+            inherited.append(socket.socket(fileno=os.dup(pass_fds[0])))
+
+        def kill(self) -> None:
+            inherited[0].close()
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Loading)
+    process = EngineProcess(config_for(folder))
+    process._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
+    with contextlib.ExitStack() as connections:
+        with pytest.raises(OverloadedError, match="too many connections"):
+            for _ in range(1000):
+                connections.enter_context(process.connect()).setblocking(False)
+        accepted = socket.recv_fds(inherited[0], 1, 1)[1]
+        with socket.socket(fileno=accepted[0]) as first, process.connect() as later:
+            first.sendall(b"hello")
+            later.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                later.recv(1)  # it is not at its end
+    asyncio.run(process.close())
 
 
 # ---- stalls ----

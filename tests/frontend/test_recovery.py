@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import subprocess
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import AsyncLLM, SamplingParams
+from quire.config import EngineConfig
 from quire.engine.messages import Ready
+from quire.engine.process import ProcessClient
 from quire.errors import ConfigError, EngineDeadError, GenerationError, OverloadedError, QuireError
-from quire.frontend import recovery
+from quire.frontend import quarantine, recovery
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind
 from tests.frontend.test_output_processor import Listener
@@ -28,6 +33,11 @@ class SlowClient(FakeClient):
     """A client whose engine gets ready only when it is let."""
 
     loading: asyncio.Event | None = None
+    num_kills = 0
+
+    def kill(self) -> None:
+        self.num_kills += 1
+        super().kill()
 
     async def start(self) -> Ready:
         if self.loading is not None:
@@ -313,6 +323,54 @@ def test_a_new_engine_that_cannot_start_ends_everything() -> None:
         assert len(world.clients) == 3
         await llm.close()
         assert all(client.closed for client in world.clients)
+
+    asyncio.run(run())
+
+
+def test_a_new_engine_that_hangs_while_it_loads_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "MIN_LOAD_TIMEOUT", 0.05)
+    monkeypatch.setattr(recovery, "RETRY_SECONDS", 0.0)
+
+    async def test(world: World, llm: AsyncLLM) -> None:
+        stream = await llm.submit("x", params())
+        world.loading = asyncio.Event()
+        world.client.die()
+        await until(lambda: len(world.clients) == 2)
+        world.loading = None
+        assert joined(await outputs_of(stream))["finish_reason"] == "length"
+        assert [client.num_kills for client in world.clients] == [0, 1, 0]
+
+    in_world(test)
+
+
+@pytest.mark.parametrize("fails", ["loading", "starting a process"])
+def test_new_engines_that_never_start_end_everything(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    monkeypatch.setattr(recovery, "MIN_LOAD_TIMEOUT", 0.01)
+    monkeypatch.setattr(recovery, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(quarantine, "WINDOW_SECONDS", 0.0)  # each attempt takes longer than deaths are remembered
+    attempts = []
+
+    def refuse(*args: object, **options: object) -> None:
+        attempts.append(args)
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def run() -> None:
+        world = World(loading=asyncio.Event())
+        make_client = world.make_client
+        if fails != "loading":
+            monkeypatch.setattr(subprocess, "Popen", refuse)
+            make_client = partial(ProcessClient, EngineConfig())  # type: ignore[assignment]
+        llm = AsyncLLM(client=world.make_client(), make_client=make_client, front_model=FRONT, max_engine_restarts=2)
+        async with asyncio.timeout(60), llm:
+            stream = await llm.submit("x", params())
+            world.client.die()
+            await until(lambda: llm.recovering)
+            call = asyncio.create_task(llm.call("stats"))
+            for waiter in (outputs_of(stream), call):
+                with pytest.raises(EngineDeadError):
+                    await waiter
+            assert llm.errored and not llm.recovering
+        assert len(world.clients) - 1 + len(attempts) == 3
 
     asyncio.run(run())
 

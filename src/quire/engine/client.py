@@ -1,7 +1,7 @@
-"""The client's side of an engine: the interface, a client over a connection, and what makes clients of a config.
+"""The client's side of an engine: the interface, and a client over a connection.
 
 A client is connected to one engine. `process.ProcessClient` starts the engine's process too, `thread.ThreadClient` runs
-it in a thread. Heavy imports happen inside functions.
+it in a thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -25,9 +25,6 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import ConfigError, EngineDeadError
-
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
 
 
 class EngineClient(Protocol):
@@ -143,14 +140,3 @@ class SocketClient(EngineClient):
         if self._dead is None:
             self._dead = await self._why_dead(end)
         return self._dead
-
-
-def create_client(config: EngineConfig, kind: str) -> EngineClient:
-    """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
-    if kind == "process":
-        from quire.engine.process import ProcessClient
-
-        return ProcessClient(config)
-    from quire.engine.thread import ThreadClient
-
-    return ThreadClient(config)

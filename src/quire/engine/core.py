@@ -196,6 +196,8 @@ class EngineCore:
         self._deferred.abort(message.request_ids)
         self.scheduler.abort_requests(message.request_ids)
         self._release()
+        if not (self._deferred or self.scheduler.has_requests()):
+            self._last_result_time = None  # time until the next request is not that of a step
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
@@ -246,6 +248,8 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._announce(plan)
         if plan.is_empty:
+            if not in_flight:
+                self._last_result_time = None  # nothing can run yet
             outputs = self._process_oldest() if in_flight else []
             return outputs + self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
         was_idle, step = not in_flight, self._begin(plan)

@@ -1,5 +1,7 @@
 """The engine in a process of its own: `EngineProcess` in its parent, `main` in the process itself.
 
+`create_client` returns a client for an engine in a process or in a thread.
+
 The parent starts the process, watches it and ends it; it connects clients, itself (`ProcessClient`) or other processes.
 The child inherits a listener, by which clients are connected (`clients.py`), the memory of its heartbeat
 (`heartbeat.py`), and a file for its stacks; it gets its options as JSON on standard input. It lives as long as its
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import gc
 import json
@@ -33,7 +36,7 @@ from quire.engine.client import EndOfConnection, EngineClient, SocketClient
 from quire.engine.clients import SocketClients
 from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector, anonymous_file, create_heartbeat
 from quire.engine.messages import CallResult, EngineOutputs, Failed, Ready, ToEngine
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, OverloadedError, QuireError
 from quire.options import option_fields
 
 if TYPE_CHECKING:
@@ -57,27 +60,35 @@ class EngineProcess:
 
     Attributes:
         pid: process id. exit_code: set when the process has ended.
+
+    Raises:
+        EngineDeadError: the system starts no process.
     """
 
     def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
         self.exit_code: Future[int] = Future()
         self.exit_code.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
         self._closed = False
-        self._listener, theirs = socket.socketpair()
-        self._listener.setblocking(False)
-        beat, self._heartbeat = create_heartbeat()
-        self._stalls = StallDetector(self._heartbeat)
-        # The engine writes its stacks to it when asked, or when it crashes. Both share its position.
-        self._stacks = os.fdopen(anonymous_file("quire-stacks"), "rb", buffering=0)
-        self._num_read = 0  # bytes of it
-        inherited = {"listener": theirs.fileno(), "heartbeat": beat, "stacks": self._stacks.fileno()}
+        self._num_read = 0  # bytes of `_stacks`
         try:
-            self._process = start_module(
-                module, on_exit=self.exit_code.set_result, stdin=subprocess.PIPE, pass_fds=tuple(inherited.values())
-            )
-        finally:
-            theirs.close()
-            os.close(beat)
+            with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+                self._listener, listener = socket.socketpair()
+                ours.enter_context(self._listener)
+                theirs.enter_context(listener)
+                self._listener.setblocking(False)
+                beat, self._heartbeat = create_heartbeat()
+                theirs.callback(os.close, beat)
+                ours.callback(self._heartbeat.close)
+                # The engine writes its stacks to it when asked, or when it crashes. Both share its position.
+                self._stacks = ours.enter_context(os.fdopen(anonymous_file("quire-stacks"), "rb", buffering=0))
+                inherited = {"listener": listener.fileno(), "heartbeat": beat, "stacks": self._stacks.fileno()}
+                self._process = start_module(
+                    module, on_exit=self.exit_code.set_result, stdin=subprocess.PIPE, pass_fds=tuple(inherited.values())
+                )
+                self._shared = ours.pop_all()
+        except (OSError, RuntimeError) as error:  # of memory, descriptors, processes or threads
+            raise EngineDeadError(f"the engine process cannot be started: {error}") from error
+        self._stalls = StallDetector(self._heartbeat)
         self.pid = self._process.pid
         options = {**inherited, "log": logs.settings(), "options": _engine_options(config)}
         assert self._process.stdin is not None
@@ -94,10 +105,17 @@ class EngineProcess:
         """Return a new connection, for a `SocketClient` here or in another process to which the socket is passed on.
 
         It is answered when the model is loaded, and is at its end if the process has ended.
+
+        Raises `OverloadedError` if too many connections wait for the engine already: it accepts them between steps.
         """
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._listener, [b"c"], [theirs.fileno()])
+        with theirs:
+            try:
+                socket.send_fds(self._listener, [b"c"], [theirs.fileno()])
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    ours.close()
+                    raise OverloadedError("too many connections wait for the engine; try again later") from None
         return ours
 
     @property
@@ -168,8 +186,7 @@ class EngineProcess:
         await ended
         if not self._closed:
             self._closed = True
-            self._heartbeat.close()
-            self._stacks.close()
+            self._shared.close()
 
 
 class ProcessClient(EngineClient):
@@ -187,7 +204,10 @@ class ProcessClient(EngineClient):
         self.process: EngineProcess | None = None
 
     def spawn(self) -> None:
-        """Start the process without waiting for it; `start` does this if it was not done before."""
+        """Start the process without waiting for it; `start` does this if it was not done before.
+
+        Raises `EngineDeadError` if it cannot be started.
+        """
         self.process = EngineProcess(self._config, module=self._module)
         self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
 
@@ -195,7 +215,8 @@ class ProcessClient(EngineClient):
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: bad options or a bad model, as the child said. EngineDeadError: it ended without a word.
+            ConfigError: bad options or a bad model, as the child said. EngineDeadError: it could not be started, or
+                ended without a word.
         """
         if self._client is None:
             self.spawn()
@@ -256,6 +277,16 @@ class ProcessClient(EngineClient):
             logger.error("%s; it was here:\n%s", message, stacks)
         self._dead = EngineDeadError(message, suspects=self.process.request_ids)
         return self._dead
+
+
+def create_client(config: EngineConfig, kind: str) -> EngineClient:
+    """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
+    if kind == "process":
+        return ProcessClient(config)
+    # Lazy: it imports the engine, which this process needs only then.
+    from quire.engine.thread import ThreadClient
+
+    return ThreadClient(config)
 
 
 def _engine_options(config: EngineConfig) -> dict[str, Any]:

@@ -23,8 +23,9 @@ import msgspec
 from quire import logs
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import SERVER_GROUPS, EngineConfig
-from quire.engine.client import EngineClient, create_client
+from quire.engine.client import EngineClient
 from quire.engine.messages import Call, CallResult, check_sleep_level
+from quire.engine.process import create_client
 from quire.engine_request import LoRARequest, ThinkingData
 from quire.errors import EngineAsleepError, EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.frontend.adapters import AdapterRegistry

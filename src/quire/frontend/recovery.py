@@ -3,7 +3,8 @@
 It has the interface of `EngineClient`. When the engine dies, a new engine is started and sent all unfinished requests
 with the tokens that they have (`replay.py`), so that a stream pauses and then continues. `quarantine.py` finds the
 request that killed the engine, if one did; while a request is isolated, all others wait. An engine that sends no
-heartbeat for longer than its work explains is killed, and replaced in the same way.
+heartbeat for longer than its work explains is killed, and replaced in the same way; so is a new engine that takes much
+longer than the first one to load its model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ WATCH_SECONDS = 0.25
 STALLED_SECONDS = 1.5  # of unexplained silence, after which the server is not ready
 STACKS_SECONDS = 2.0  # for `dump_stacks`, which takes half a second at most
 SLEPT_SECONDS = 1.0  # a poll that is so late means that this process, and perhaps the engine, was suspended
+MIN_LOAD_TIMEOUT = 600.0  # of a new engine until its model is loaded [s]
+LOAD_TIMEOUT_FACTOR = 4.0  # over what the first engine took
+RETRY_SECONDS = 0.2  # before another engine is started after one that did not start; longer after several
 MAX_LOGGED = 8
 
 
@@ -72,6 +76,7 @@ class SupervisedClient:
         self._fence: int | None = None  # id of the call whose answer follows the abort of the last isolated request
         self._num_fences = 0
         self._killed: EngineClient | None = None
+        self._load_timeout = MIN_LOAD_TIMEOUT
         self.recovering = False
         self.stalled = False
         self.num_restarts = 0
@@ -99,7 +104,9 @@ class SupervisedClient:
 
     async def start(self) -> Ready:
         """Wait for the first engine. Raises `QuireError` if it cannot start."""
+        began = time.monotonic()
         ready = await self._client.start()
+        self._load_timeout = max(MIN_LOAD_TIMEOUT, LOAD_TIMEOUT_FACTOR * (time.monotonic() - began))
         self._up.set()
         self._watcher = asyncio.create_task(self._watch(), name="quire-watchdog")
         return ready
@@ -153,27 +160,42 @@ class SupervisedClient:
         self.recovering = True
         self._fence = None
         self._on_death()
-        error = self._note_death(error)
-        while not self._quarantine.too_many_deaths() and self._make_client is not None:
+        try:
+            await self._start_engine(self._note_death(error))
+        finally:
+            self.recovering = self.stalled = False
+            self._up.set()
+        self._resume(died)
+
+    async def _start_engine(self, error: EngineDeadError) -> None:
+        """Start engines, after one that died of `error`, until one is ready.
+
+        Raises `EngineDeadError` once engines have died too often, or if no engine can be started with these options.
+        """
+        num_failed = 0  # attempts, which may take longer than the quarantine remembers deaths
+        while (make_client := self._make_client) is not None and not (
+            self._quarantine.too_many_deaths() or num_failed > self._max_restarts
+        ):
+            await asyncio.sleep(num_failed * RETRY_SECONDS)
             await self._client.close()
-            self._client = self._make_client()
+            self._client = make_client()
             try:
-                await self._client.start()
+                async with asyncio.timeout(self._load_timeout):
+                    await self._client.start()
+                return
+            except TimeoutError:
+                self._client.kill()
+                error = EngineDeadError(f"it did not load the model in {self._load_timeout:.0f} s, and was killed")
             except EngineDeadError as again:
-                logger.error("a new engine died while it started: %s", again.message)
-                self._quarantine.note_death(time.monotonic(), {})
                 error = again
-                continue
             except QuireError as problem:
                 logger.error("no new engine can be started: %s", problem.message)
-                error = EngineDeadError(f"the engine could not be started again: {problem.message}")
-                break
-            self._resume(died)
-            return
-        self.recovering = self.stalled = False
-        self._up.set()
-        if self._max_restarts and self._quarantine.too_many_deaths():
-            error = EngineDeadError(f"the engine died too often; the last time: {error.message}")
+                raise EngineDeadError(f"the engine could not be started again: {problem.message}") from problem
+            logger.error("a new engine did not start: %s", error.message)
+            num_failed += 1
+            self._quarantine.note_death(time.monotonic(), {})
+        if self._max_restarts:
+            raise EngineDeadError(f"the engine died too often; the last time: {error.message}")
         raise error
 
     def _note_death(self, error: EngineDeadError) -> EngineDeadError:
@@ -206,8 +228,6 @@ class SupervisedClient:
 
     def _resume(self, died: float) -> None:
         """Send the new engine all live requests, or the first one to be isolated."""
-        self.recovering = self.stalled = False
-        self._up.set()
         self.num_restarts += 1
         self.last_recovery_seconds = time.monotonic() - died
         logger.warning(

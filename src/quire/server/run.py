@@ -30,7 +30,8 @@ from functools import partial
 import uvicorn
 
 from quire.config import EngineConfig
-from quire.engine.client import EngineClient, create_client
+from quire.engine.client import EngineClient
+from quire.engine.process import create_client
 from quire.errors import ConfigError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
