@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -126,3 +128,41 @@ def test_a_proxys_prefix(make_server: MakeServer) -> None:
     assert server.http.get("/llm/v1/models").status_code == 401
     assert server.http.get("/v1/models", headers=KEY).status_code == 200
     assert server.http.get("/openapi.json", headers=KEY).json()["servers"] == [{"url": "/llm"}]
+
+
+def test_a_path_with_a_proxys_prefix_is_treated_as_without(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "quire.access")
+    server = make_server(root_path="/llm/", api_key="k", allowed_origins=["http://page"], start=False)
+    for path, headers, status in (("/", {}, 200), ("/metrics", KEY, 200), ("/v1/models", KEY, 503)):
+        assert [server.http.get(prefix + path, headers=headers).status_code for prefix in ("", "/llm")] == [status] * 2
+    server.call(server.llm.start)
+    assert server.http.get("/llm/health").status_code == 200
+    server.close()
+    assert [record.message.split()[2] for record in caplog.records] == ["/", "/llm/", "/v1/models", "/llm/v1/models"]
+
+
+def test_errors_below_a_proxys_prefix_have_the_schema_of_their_api(make_server: MakeServer) -> None:
+    server = make_server(root_path="/llm", api_key="k", allowed_origins=["http://page"])
+    preflight = {"origin": "http://other", "access-control-request-method": "POST"}
+    for path in ("/v1/messages", "/llm/v1/messages"):
+        answers = [
+            server.http.post(path, json={}),  # of the gate
+            server.http.post(path, json={}, headers=KEY),  # of the route
+            server.http.options(path, headers=preflight),  # before the gate
+            server.http.post(path, headers={"x-long": "a" * 70000}),  # before the application
+        ]
+        assert [answer.status_code for answer in answers] == [401, 400, 403, 431]
+        assert [answer.json()["type"] for answer in answers] == ["error"] * 4
+
+
+def test_cancelling_below_a_proxys_prefix_needs_no_slot(make_server: MakeServer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {key: k, requests_per_minute: 1}\n")
+    keys.chmod(0o600)
+    server = make_server(root_path="/llm", api_key_file=str(keys))
+    for prefix in ("", "/llm", "/other"):
+        answer = server.http.post(f"{prefix}/v1/responses/resp_1/cancel", headers=KEY)
+        assert answer.status_code == 404
+    assert server.http.post("/v1/completions", json={}, headers=KEY).status_code == 429

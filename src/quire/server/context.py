@@ -18,7 +18,7 @@ from quire.server.auth import ApiKeys
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool
-from quire.server.paths import is_admin, without_root
+from quire.server.paths import is_admin
 from quire.server.responses.store import ResponseStore
 from quire.server.served_model import ServedModel
 from quire.server.streaming import until_disconnect
@@ -60,8 +60,7 @@ class ServerContext:
         self._idle.set()
 
     def keys_for(self, method: str, path: str) -> ApiKeys:
-        """Return the keys that are valid for a route: admin routes may have keys of their own."""
-        path = without_root(path, self.config.server.root_path)
+        """Return the keys that are valid for a route; admin routes may have keys of their own."""
         return self.admin_keys if is_admin(method, path) else self.keys
 
     def note_rejection(self, reason: str, model: str | None = None) -> None:

@@ -30,6 +30,7 @@ class CrossOrigin:
 
     def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
         self._app = app
+        self._root_path = server.root_path.rstrip("/")
         self._origins = frozenset(server.allowed_origins)
         self._methods = tuple(method.upper() for method in server.allowed_methods) or METHODS
         self._headers = frozenset(header.lower() for header in server.allowed_headers)
@@ -42,6 +43,7 @@ class CrossOrigin:
         if origin is None:
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            scope["root_path"] = self._root_path
             await self._preflight(origin, headers)(scope, receive, send)
         else:
             await self._app(scope, receive, self._with_headers(origin, send))

@@ -26,6 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import GenerationError, OverloadedError, QuireError, echo
 from quire.server.json_io import JSON
+from quire.server.paths import route_path
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
@@ -195,7 +196,7 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        error, path = self._error, _path(scope)
+        error, path = self._error, route_path(scope)
         request_id = _request_id(scope)
         family = family_of(path)
         headers = headers_of(error)
@@ -204,13 +205,6 @@ class ErrorResponse(Response):
         kind = ClosingResponse if isinstance(error, HTTPProblem) and error.close else Response
         answer = kind(error_body(error, path, request_id), family_status(error, family), headers, JSON)
         await answer(scope, receive, send)
-
-
-def _path(scope: Scope) -> str:
-    """Return the path as routes know it, without a proxy's prefix."""
-    path: str = scope["path"]
-    root = scope.get("root_path", "")
-    return path.removeprefix(root) if path.startswith(root + "/") else path
 
 
 def _request_id(scope: Scope) -> str | None:
@@ -228,7 +222,7 @@ def error_event(error: QuireError, scope: Scope | None = None) -> bytes:
     Args:
         scope: of the request that is answered.
     """
-    path = "" if scope is None else _path(scope)
+    path = "" if scope is None else route_path(scope)
     body = error_body(error, path, None if scope is None else _request_id(scope))
     match family_of(path):
         case Family.OLLAMA:

@@ -18,7 +18,7 @@ from quire.server.access_log import log_access, unlogged_paths
 from quire.server.context import ServerContext
 from quire.server.errors import HTTPProblem, error_response, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
-from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED
+from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED, route_path
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
+        scope["root_path"] = self._root_path
         exchange = _Exchange(scope, send)
         logs.request_id.set(exchange.request_id)
         try:
@@ -62,14 +63,13 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         context = self._context
-        scope["root_path"] = self._root_path
         _check_head(scope)
-        keys = context.keys_for(scope["method"], scope["path"])
-        digest = keys.check(scope["method"], scope["path"], scope["headers"])
+        method, path = scope["method"], route_path(scope)
+        digest = context.keys_for(method, path).check(method, path, scope["headers"])
         scope["state"]["key_digest"] = digest
         quota = scope["state"]["quota"] = exchange.quota = context.keys.quota(digest)
         set_deadline(scope, context.config.server.request_timeout)
-        if scope["path"] in ALWAYS_SERVED:
+        if path in ALWAYS_SERVED:
             await self._app(scope, receive, exchange.send)
             return
         if context.draining:
@@ -81,7 +81,7 @@ class Gate:
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
-        if quota is None or scope["method"] in UNLIMITED_METHODS or CANCEL_PATH.fullmatch(scope["path"]):
+        if quota is None or method in UNLIMITED_METHODS or CANCEL_PATH.fullmatch(path):
             with context.open_request(scope):
                 await self._app(scope, receive, exchange.send)
         else:
@@ -91,12 +91,13 @@ class Gate:
     def _record(self, scope: Scope, exchange: _Exchange) -> None:
         """Count, log and trace a finished request."""
         seconds = time.perf_counter() - exchange.started
-        path = scope["path"]
         if self._context.metrics is not None:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD") else "other"
             self._context.metrics.on_http(route, method, exchange.status or 499, seconds)
-        if not self._context.config.server.disable_access_log and path not in self._unlogged:
+        if not self._context.config.server.disable_access_log and self._unlogged.isdisjoint(
+            (scope["path"], route_path(scope))
+        ):
             log_access(self._context.keys, scope, exchange.request_id, exchange.status or 499, seconds)
         if self._context.tracing is not None:
             self._context.tracing.trace(scope, exchange.request_id, exchange.status or 499, seconds)

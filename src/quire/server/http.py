@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
+from quire.server.paths import without_root
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     Args:
         max_connections: a connection beyond it gets a 503 and is closed without a task.
+        root_path: the prefix that a proxy may leave before paths.
     """
 
     last_complaint = -LOG_SECONDS  # of too many connections, by all of them
 
-    def __init__(self, *args: Any, max_connections: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int | None = None, root_path: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections
+        self._root_path = root_path
         self._head_bytes = 0
         self._in_head = True
         self.url = b""
@@ -220,7 +223,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         status = status_of(problem)
         request_id = str(uuid.uuid4())
-        path = self.url.partition(b"?")[0].decode("latin-1")
+        path = without_root(self.url.partition(b"?")[0].decode("latin-1"), self._root_path)
         body = error_body(problem, path, request_id)
         more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
         head = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+from starlette.types import Scope
+
 PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz"})
 STATE_PATH = "/playground/state"  # what the playground polls; unlike the files of the page it needs the key
 PAGE_FOLDER = resources.files("quire.server") / "playground"
@@ -29,7 +31,7 @@ ALWAYS_SERVED = OPEN_PATHS | {
 UNLOGGED = PROBES | {"/load", "/metrics", STATE_PATH}
 # A key's limits do not count these methods, nor the route that cancels a response, which is how slots become free.
 UNLIMITED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-CANCEL_PATH = re.compile(r"(/.*)?/v1/responses/[^/]+/cancel")
+CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
 ADMIN_PATHS = frozenset(
     {
         "/sleep",
@@ -53,7 +55,11 @@ def is_admin(method: str, path: str) -> bool:
     return path in ADMIN_PATHS or (method == "POST" and ADMIN_MODEL_PATH.fullmatch(path) is not None)
 
 
+def route_path(scope: Scope) -> str:
+    """Return the path of a request as the routes know it."""
+    return without_root(scope["path"], scope.get("root_path", ""))
+
+
 def without_root(path: str, root_path: str) -> str:
-    """Return a path as the routes know it: without the prefix that a proxy in front has put before it."""
-    root = root_path.rstrip("/")
-    return path.removeprefix(root) if path.startswith(root + "/") else path
+    """Return a path without `root_path`, which a proxy in front may strip or leave; it has no slash at its end."""
+    return path.removeprefix(root_path) if path.startswith(root_path + "/") else path
