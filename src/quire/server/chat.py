@@ -115,7 +115,10 @@ class ChatCompletion(Generation):
     async def start(self) -> None:
         """Render the conversation and submit it to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
-        token_ids = await self.render()
+        await self.submit_prompt(await self.render())
+
+    async def submit_prompt(self, token_ids: list[int]) -> None:
+        """Submit the conversation as `render` returned it."""
         self.message_spec = self._message_spec(token_ids)
         if self.message_spec is not None:
             # The marks between the parts of a message are special tokens; the parser takes them out again.

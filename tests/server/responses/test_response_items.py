@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -114,7 +115,10 @@ def test_items_can_be_named_instead_of_sent_again(family: LiveServer) -> None:
     check_error(refused(family, input=[{"id": answer}]), 400, "item_not_found", "input[0].id")
 
 
-def test_conversations_that_are_too_long_lose_their_first_turns_if_that_is_asked_for(family: LiveServer) -> None:
+def test_conversations_that_are_too_long_lose_their_first_turns_if_that_is_asked_for(
+    family: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "quire.access")
     says(family, "hello")
     turns = [
         {"role": role, "content": f"{role}{index} " + "x" * 400}
@@ -132,6 +136,8 @@ def test_conversations_that_are_too_long_lose_their_first_turns_if_that_is_asked
     assert first.startswith("user\nuser")
     assert response["usage"]["input_tokens"] <= 4096 - 500
     assert response["usage"]["input_tokens"] > 4096 - 500 - 2 * 450
+    # What did not fit is not a request of its own.
+    assert f"tokens={response['usage']['input_tokens']}+{response['usage']['output_tokens']}" in caplog.messages[-1]
     check_error(refused(family, input="x" * 5000, truncation="auto"), 400, "context_length_exceeded", "input")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,23 @@ ANSWER_SHARE = 4  # of a context, one part in so many is left for the answer whe
 
 async def start_fitting(chat: ChatCompletion, *, truncate: bool) -> None:
     """Start a chat; with `truncate`, one that does not fit the context goes without its first turns."""
+    chat.context.server.check_room(chat.context.model)
     try:
-        await chat.start()
-        return
+        token_ids = await chat.render()
     except ContextLengthError as error:
         starts = turns(chat.messages) if truncate else []
         if not starts:
             raise
-        too_long = error
+        token_ids = await _truncated(chat, starts, error)
+    await chat.submit_prompt(token_ids)
+
+
+async def _truncated(chat: ChatCompletion, starts: Sequence[int], too_long: ContextLengthError) -> list[int]:
+    """Return the prompt of a chat from the first of `starts` on from which it fits, or else from the last.
+
+    Raises:
+        ContextLengthError: not even that fits; `too_long`, if there is no time to find it out.
+    """
     begun = time.monotonic()
     messages = chat.messages
     most = chat.context.llm.max_model_len
@@ -58,7 +67,7 @@ async def start_fitting(chat: ChatCompletion, *, truncate: bool) -> None:
         else:
             low = middle + 1
     chat.messages = without_beginning(messages, starts[low])
-    await chat.start()
+    return await chat.render()
 
 
 async def _fits(chat: ChatCompletion, most: int) -> bool:
