@@ -12,6 +12,7 @@ import pytest
 
 from quire.cli.chat import Conversation
 from quire.errors import QuireError
+from tests.cli.conftest import FakeStream
 
 
 def test_each_line_is_a_turn_that_knows_the_ones_before(quire, fake_llm, type_in):
@@ -79,6 +80,18 @@ def test_a_failed_turn_is_forgotten_but_a_broken_off_one_is_kept():
     with pytest.raises(QuireError):
         list(conversation.turn("two", Broken(["a", "b"])))
     assert conversation.messages == [{"role": "user", "content": "two"}, {"role": "assistant", "content": "ab"}]
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_an_empty_reply_is_part_of_the_conversation(quire, fake_llm, type_in, monkeypatch, tty):
+    async def submit(prompt, params):
+        return FakeStream(fake_llm, [1], "" if prompt == "user:one" else prompt, params)
+
+    monkeypatch.setattr(fake_llm, "submit", submit)
+    type_in("one", "two", tty=tty)
+    result = quire("chat")
+    assert result.code == 0
+    assert result.out.endswith("\nuser:one|assistant:|user:two\n" + "\n" * tty)
 
 
 class FakeServer:

@@ -108,16 +108,21 @@ class Conversation:
         self.messages = list(self._start)
 
     def turn(self, text: str, model: ChatModel) -> Generator[str, None, None]:
-        """Send `text` and yield the reply piece by piece; a turn that fails before the reply begins is dropped."""
+        """Send `text` and yield the reply piece by piece.
+
+        A turn whose reply fails or is stopped before its first piece is dropped; a complete reply may be empty.
+        """
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
+        complete = False
         try:
             with contextlib.closing(model.reply(list(self.messages))) as reply:
                 for piece in reply:
                     pieces.append(piece)
                     yield piece
+            complete = True
         finally:
-            if pieces:
+            if complete or pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self.messages.pop()
