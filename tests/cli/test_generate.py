@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
-from quire.cli.generate import read_prompts
+from quire.cli.generate import READY_PER_RUNNING, read_prompts
 from quire.errors import ModelError, RequestError
+from quire.ordered import WINDOW
 from quire.sampling_params import BeamSearchParams, RequestOutputKind
 
 
@@ -85,6 +87,29 @@ def test_a_prompt_that_fails_is_reported_in_its_line_and_the_others_go_on(quire,
         "code": "context_length_exceeded",
     }
     assert first["outputs"] and third["outputs"]
+
+
+def test_results_are_written_while_a_bounded_number_of_prompts_is_in_flight(
+    quire, fake_llm, tmp_path, monkeypatch, num_prompts=200
+):
+    """One prompt that takes long holds up a few others only, and then all come in order."""
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{number}\n" for number in range(num_prompts)))
+    submit = fake_llm.submit
+    written_at_start = {}
+
+    async def slow(prompt, params):
+        written_at_start[int(prompt)] = len(target.read_text().splitlines())
+        stream = await submit(prompt, params)
+        for _ in range(1000 if prompt == "50" else 1):
+            await asyncio.sleep(0)
+        return stream
+
+    monkeypatch.setattr(fake_llm, "submit", slow)
+    assert quire("generate", "-i", str(source), "-o", str(target), "--max-num-seqs", "2").code == 0
+    assert [item["prompt"] for item in lines_of(target.read_text())] == [str(number) for number in range(num_prompts)]
+    unwritten = [number - written for number, written in written_at_start.items()]
+    assert max(unwritten[:50]) <= max(unwritten[51:]) < READY_PER_RUNNING * 2 * WINDOW
 
 
 def test_half_a_surrogate_pair_is_repeated_as_it_came(quire, fake_llm, type_in):

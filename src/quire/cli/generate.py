@@ -33,6 +33,7 @@ from quire.cli.output import open_output, progress_bar
 from quire.config import EngineConfig
 from quire.errors import ConfigError, GenerationError, QuireError, RequestError, echo
 from quire.options import option
+from quire.ordered import in_order
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -334,33 +335,23 @@ async def _batch(
     config: EngineConfig, prompts: list[PromptLine], flags: SamplingFlags, write: Callable[[bytes], None]
 ) -> int:
     """Complete all prompts, write their results in order, and return how many failed."""
+    failed = 0
     async with started_llm(config) as llm:
-        slots = asyncio.Semaphore(_prompts_at_once(config, flags.num_sequences))
+        with progress_bar("prompts", len(prompts)) as on_done:
 
-        async def complete(prompt: PromptLine) -> RequestOutput | RequestError | GenerationError:
-            async with slots:
+            async def complete(prompt: PromptLine) -> tuple[bool, bytes]:
                 try:
-                    return await flags.complete(llm, prompt)
+                    return True, result_line(prompt, await flags.complete(llm, prompt))
                 except (RequestError, GenerationError) as error:
-                    return error
+                    return False, error_line(prompt, error)
+                finally:
+                    on_done()
 
-        failed = 0
-        tasks = [asyncio.create_task(complete(prompt)) for prompt in prompts]
-        try:
-            with progress_bar("prompts", len(tasks)) as on_done:
-                for task in tasks:
-                    task.add_done_callback(lambda _: on_done())
-                for prompt, task in zip(prompts, tasks, strict=True):
-                    result = await task
-                    if isinstance(result, RequestOutput):
-                        write(result_line(prompt, result))
-                    else:
-                        failed += 1
-                        write(error_line(prompt, result))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            concurrency = _prompts_at_once(config, flags.num_sequences)
+            async with contextlib.aclosing(in_order(complete, prompts, concurrency)) as results:
+                async for succeeded, line in results:
+                    failed += not succeeded
+                    write(line)
     return failed
 
 

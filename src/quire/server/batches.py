@@ -8,9 +8,9 @@ input. Where lines come from and go to is not known here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from quire.checks import Fields, check_length, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
+from quire.ordered import in_order
 from quire.server.parsing import parse_json
 
 URLS = (
@@ -35,7 +36,6 @@ FIELDS = ("custom_id", "method", "url", "body")
 UNSUPPORTED = ("stream", "background")  # a batch has no client to send partial responses to
 MAX_ID_LENGTH = 512
 MAX_LINE_EXTRA = 65536  # bytes of a line besides its body
-WINDOW = 4  # lines that wait for an earlier one, for each that is being answered
 TRIES = 10
 LONGEST_WAIT = 5.0
 BUSY = (429, 503, 529)
@@ -139,30 +139,14 @@ class Batch:
         self.num_failed = 0
         self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None)
         self._check = check
-        self._room = asyncio.Semaphore(concurrency)
-        self._window = WINDOW * concurrency
+        self._concurrency = concurrency
 
     async def run(self, lines: Iterable[bytes], write: Callable[[bytes], None]) -> None:
         """Answer all lines, and write the results in order; blank lines have none."""
-        pending: deque[asyncio.Task[bytes]] = deque()
-
-        async def write_first() -> None:
-            write(await pending[0])
-            pending.popleft()
-
-        try:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                pending.append(asyncio.create_task(self._answer(self._read(number, line))))
-                while len(pending) >= self._window or (pending and pending[0].done()):
-                    await write_first()
-            while pending:
-                await write_first()
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+        requests = (self._read(number, line) for number, line in enumerate(lines, 1) if line.strip())
+        async with contextlib.aclosing(in_order(self._answer, requests, self._concurrency)) as results:
+            async for result in results:
+                write(result)
 
     def _read(self, number: int, line: bytes) -> BatchRequest | dict[str, Any]:
         """Return the request in a line, or the result of one that has none."""
@@ -174,23 +158,22 @@ class Batch:
 
     async def _answer(self, request: BatchRequest | dict[str, Any]) -> bytes:
         """Return the result of a line."""
-        async with self._room:
-            result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
-            failed = True
-            if isinstance(request, BatchRequest):
-                reply = await self._post(request)
-                failed = reply.status_code >= 400
-                response = {
-                    "status_code": reply.status_code,
-                    "request_id": reply.headers.get("x-request-id"),
-                    "body": msgspec.Raw(reply.content or b"null"),
-                }
-                result |= {"custom_id": request.custom_id, "response": response, "error": None}
-            else:
-                result |= request
-            self.num_done += 1
-            self.num_failed += failed
-            return msgspec.json.encode(result)
+        result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
+        failed = True
+        if isinstance(request, BatchRequest):
+            reply = await self._post(request)
+            failed = reply.status_code >= 400
+            response = {
+                "status_code": reply.status_code,
+                "request_id": reply.headers.get("x-request-id"),
+                "body": msgspec.Raw(reply.content or b"null"),
+            }
+            result |= {"custom_id": request.custom_id, "response": response, "error": None}
+        else:
+            result |= request
+        self.num_done += 1
+        self.num_failed += failed
+        return msgspec.json.encode(result)
 
     async def _post(self, request: BatchRequest) -> httpx.Response:
         """Return the response to a request, which is tried again while the server is overloaded."""
