@@ -199,22 +199,24 @@ class Machine:
             self.scheduled[sequence.sequence_id] = sequence, sequence.num_computed_tokens + num_new
         return True
 
-    def allocate(self, sequence: Live, num_new: int, hit=None, reserved: int | None = None) -> bool:
+    def allocate(self, sequence: Live, num_new: int, hit=None) -> bool:
         """Allocate, and look at what is promised: own blocks to write to; or nothing changed."""
         kv, size = self.kv, self.size
         start = sequence.num_computed_tokens + (hit.num_tokens if hit is not None else 0)
-        if reserved is None:
-            reserved = self.rng.choice((0, 0, 0, 1))
-        before, num_free = kv.block_ids(sequence.sequence_id), kv.pool.num_free
+        before = kv.block_ids(sequence.sequence_id)
         num_moved = len(kv.transfers)
-        allocation = kv.allocate_slots(sequence, num_new, hit, reserved)
+        needed, num_free = kv.num_blocks_needed((sequence,), num_new, hit), kv.pool.num_free
+        allocation = kv.allocate_slots(sequence, num_new, hit)
         self.learn(sequence)
         after = kv.block_ids(sequence.sequence_id)
+        taken = num_free - kv.pool.num_free
+        assert (allocation is None) is (needed > num_free)
         if allocation is None:
             assert len(kv.transfers) == num_moved
-            assert kv.pool.num_free >= num_free
+            assert taken == 0
             assert kv.has_blocks(sequence) == bool(before[0])
             return False
+        assert taken == needed or (kv._deduplicates and taken < needed)
         added, replaced = allocation
         self.tell(sequence, after if hit is not None else None, added, replaced)
         expected = [table.copy() for table in before]
@@ -305,13 +307,13 @@ class Machine:
         """A token for each of some sequences at once takes exactly as many blocks as foretold, merging aside."""
         able = self.idle()
         chosen = self.rng.sample(able, k=self.rng.randint(0, len(able)))
-        needed = self.kv.num_blocks_to_advance(chosen)
+        needed = self.kv.num_blocks_needed(chosen, 1)
         num_free = self.kv.pool.num_free
         if not chosen or needed > num_free:
             return bool(chosen)
         for sequence in chosen:
             if sequence.num_computed_tokens < len(sequence.token_ids):
-                assert self.allocate(sequence, 1, reserved=0)
+                assert self.allocate(sequence, 1)
                 self.scheduled[sequence.sequence_id] = sequence, sequence.num_computed_tokens + 1
         taken = num_free - self.kv.pool.num_free
         assert taken == needed or (self.kv._deduplicates and taken < needed)

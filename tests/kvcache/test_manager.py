@@ -282,13 +282,6 @@ def test_hits_are_not_reused_for_the_blocks_that_follow_them():
     assert len(set(table(kv, b))) == 3
 
 
-@pytest.mark.parametrize(("reserved", "fits"), [(0, True), (1, True), (2, False)])
-def test_reserved_blocks_stay_free(reserved: int, fits: bool):
-    kv = manager(num_blocks=4)
-    a = Sequence("a", list(range(12)))
-    assert (kv.allocate_slots(a, 12, kv.find_prefix(a), reserved) is not None) is fits
-
-
 # ---- forgetting ----
 
 

@@ -66,7 +66,7 @@ def test_a_hit_may_lie_in_both_tiers():
     kv.start_step()
     take(kv)
     hit = kv.find_prefix(b)
-    assert hit.counts() == (3, 1)
+    assert hit.num_blocks_needed() == 4
     assert kv.allocate_slots(b, 1, hit) is not None
     assert table(kv, b)[:3] == [first, second, third]
     assert [kind for kind, _, _ in moved(kv)] == [IN]
@@ -155,7 +155,7 @@ def test_windowed_groups_come_back_from_the_host_each_under_its_own_name():
     b = Sequence("b", list(range(9)))
     kv.start_step()
     hit = kv.find_prefix(b)
-    assert (hit.num_tokens, hit.counts()) == (8, (0, 3))  # 8 sees 4 .. 8 through the window
+    assert (hit.num_tokens, hit.num_blocks_needed()) == (8, 3)  # 8 sees 4 .. 8 through the window
     assert kv.allocate_slots(b, 1, hit) is not None
     assert [kind for kind, _, _ in moved(kv)] == [IN] * 3
     names = [kv.pool.blocks[table(kv, b, group)[1]].block_hash for group in (0, 1)]

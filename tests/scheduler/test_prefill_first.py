@@ -236,7 +236,36 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
     r.add(request_of("b", [*prompt, 20], 1), request_of("c", 2, 1))
     r.finish()
     assert list(r.first)[-2:] == ["c", "b"]
-    assert r.scheduler.stats().disk_cache_hits > 0
+    # The first block was on the device, and the loads of the others did not evict it.
+    assert (r.first["b"].num_cached_tokens, r.scheduler.stats().disk_cache_hits) == (16, 12)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, None, 8)])
+def test_tokens_from_the_host_and_from_disk_count_once_for_each_request(run, request_of, windows):
+    """However many groups of layers have blocks of them, and however often the request is resumed."""
+    num_groups = len(windows)
+    r = run(
+        num_blocks=8 * num_groups,
+        windows=windows,
+        num_host_blocks=6 * num_groups,
+        num_disk_records=400,
+        preemption_mode="recompute",
+    )
+    r.add(request_of("a", prompt := list(range(16)), 1))
+    r.finish()
+    for tier in ("host", "disk"):
+        for number in range(1 if tier == "host" else 4):
+            r.add(request_of(f"filler {tier} {number}", 28, 1))
+            r.finish()
+        before = r.scheduler.stats()
+        name = f"b {tier}"
+        r.add(request_of(f"beside {tier}", 7, 14), request_of(name, [*prompt, 20], 12))
+        r.finish()
+        after = r.scheduler.stats()
+        assert (r.first[name].num_cached_tokens, r.last[name].num_preemptions) == (16, 1)
+        num_host_tokens = after.host_cache_hits - before.host_cache_hits
+        num_disk_tokens = after.disk_cache_hits - before.disk_cache_hits
+        assert (num_host_tokens, num_disk_tokens) == ((16, 0) if tier == "host" else (0, 16))
 
 
 @pytest.mark.parametrize("kind", [UnifiedPlanner, PrefillFirstPlanner])

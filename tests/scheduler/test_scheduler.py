@@ -250,6 +250,31 @@ def test_preemption_does_not_undo_ageing(run, request_of):
     assert list(r.last) == ["old", "first", "young"]
 
 
+def test_a_request_of_high_rank_takes_the_place_of_another_though_cached_blocks_are_free(run, request_of):
+    """Blocks of its prefix are free, but it needs them: they make no room for the rest of its prompt."""
+    r = run(num_blocks=8, policy="priority")
+    r.add(request_of("before", prompt := list(range(12)), 1))
+    r.finish()
+    r.add(request_of("low", 16, 9, priority=1))
+    r.step()
+    r.add(request_of("high", [*prompt, *range(40, 52)], 2))
+    plan = r.step()
+    assert (plan.preempted_sequence_ids, plan.num_scheduled_tokens) == (["low"], {"high": 12})
+    r.finish()
+    assert r.last["high"].num_preemptions == 0
+
+
+def test_a_request_of_high_rank_does_not_wait_for_a_prompt_under_way(run, request_of):
+    """The blocks that the rest of that prompt needs are not free for it."""
+    r = run(num_blocks=8, policy="priority", max_num_batched_tokens=8)
+    r.add(request_of("low", 26, 2, priority=1))
+    r.step()
+    r.add(request_of("high", 12, 2))
+    assert r.step().preempted_sequence_ids == ["low"]
+    r.finish()
+    assert list(r.last) == ["high", "low"]
+
+
 def test_priority_decides_who_is_admitted_and_who_is_preempted(run, request_of):
     r = run(num_blocks=6, policy="priority", max_num_seqs=2)
     r.add(request_of("late", 7, 12, priority=5))

@@ -12,7 +12,6 @@ runs, are only taken of what earlier steps computed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -278,31 +277,29 @@ class KVCacheManager:
         sequence: CachedSequence,
         num_new_tokens: int,
         hit: PrefixHit | None = None,
-        num_reserved_blocks: int = 0,
     ) -> Allocation | None:
         """Give `sequence` slots for its next `num_new_tokens` tokens.
 
         `hit`, fresh from `find_prefix`, comes first, for a sequence that holds no blocks yet; its blocks are among
         those returned. A shared block that is about to be written is copied, and replaced in the table. Returns None,
-        with nothing allocated, when fewer than `num_reserved_blocks` blocks would remain free.
+        with nothing allocated, if fewer blocks are free than `num_blocks_needed`.
         """
+        if self.num_blocks_needed((sequence,), num_new_tokens, hit) > self.pool.num_free:
+            return None
         size = self.block_size
         start = sequence.num_computed_tokens
-        tables = self.tables.get(sequence.sequence_id)
         if hit is not None:
             start += hit.num_tokens
         end = start + num_new_tokens
-        if tables is not None:
-            # A query may come back to a tentative token, but not to one before.
-            self._free_out_of_window(tables, min(start, len(sequence.token_ids)))
-        num_needed, shared = self._count_needed(tables, hit, start, end)
-        num_touched, num_loaded = hit.counts() if hit is not None else (0, 0)
-        if num_needed + num_touched + num_loaded + num_reserved_blocks > self.pool.num_free:
-            return None
+        tables = self.tables.get(sequence.sequence_id)
         if tables is None:
             tables = self.tables[sequence.sequence_id] = [[] for _ in self.windows]
         replaced = self._replaced.pop(sequence.sequence_id, [])
-        replaced += [self._copy_on_write(tables, group, start // size) for group in shared]
+        index, offset = divmod(start, size)
+        if offset:
+            for group, table in enumerate(tables):
+                if index < len(table) and table[index].ref_count > 1:
+                    replaced.append(self._copy_on_write(tables, group, index))
         if self._deduplicates and start and start % size == 0 and hit is None:
             replaced += self._deduplicate(tables, start // size - 1)
         if replaced:
@@ -311,23 +308,52 @@ class KVCacheManager:
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else (), replaced)
 
-    def _count_needed(
-        self, tables: BlockTables | None, hit: PrefixHit | None, start: int, end: int
-    ) -> tuple[int, list[int]]:
-        """Return how many new blocks are needed, copies included, and the groups whose next block is shared."""
-        size = self.block_size
-        num_needed, shared = 0, []
-        for group in range(len(self.windows)):
-            have = len(tables[group]) if tables is not None else 0
+    def num_blocks_needed(
+        self,
+        sequences: Iterable[CachedSequence],
+        num_new_tokens: int,
+        hit: PrefixHit | None = None,
+        *,
+        swapped: bool = False,
+    ) -> int:
+        """Return how many free blocks it takes for each of these sequences to compute its next tokens.
+
+        These are new blocks, in each group of layers, and copies of shared blocks that are about to be written: of the
+        sequences that share a block all but one get a copy, or all if another sequence has it as well. With a `hit`
+        they are also those of its blocks that are free, and new ones to load the others into.
+
+        What is out of windows is freed before.
+
+        Args:
+            num_new_tokens: most tokens that each sequence computes.
+            hit: what the caches hold of a single sequence, which has no blocks.
+            swapped: count for the tables of swapped sequences.
+        """
+        size, count = self.block_size, 0
+        writers: dict[Block, int] = {}  # of shared blocks
+        for sequence in sequences:
+            start = sequence.num_computed_tokens
+            tables = (self.swapped_tables if swapped else self.tables).get(sequence.sequence_id)
+            if tables is not None and not (swapped or self._has_single_table):
+                # A query may come back to a tentative token, but not to one before.
+                self._free_out_of_window(tables, min(start, len(sequence.token_ids)))
             if hit is not None:
-                have += len(hit.tables[group])
-            num_needed += max(-(-end // size) - have, 0)
-            index = start // size
-            if tables is not None and start % size and index < len(tables[group]):
-                block = tables[group][index]
-                if block.ref_count > 1:
-                    shared.append(group)
-        return num_needed + len(shared), shared
+                start += hit.num_tokens
+                count += hit.num_blocks_needed()
+            end = min(start + num_new_tokens, sequence.num_tokens)
+            if end == start:
+                continue
+            last = -(-end // size)
+            if tables is None:
+                num_found = 0 if hit is None else sum(map(len, hit.tables))
+                count += last * len(self.windows) - num_found
+                continue
+            index, offset = divmod(start, size)
+            for table in tables:
+                count += max(last - len(table), 0)
+                if offset and index < len(table) and table[index].ref_count > 1:
+                    writers[table[index]] = writers.get(table[index], 0) + 1
+        return count + sum(min(number, block.ref_count - 1) for block, number in writers.items())
 
     def _copy_on_write(self, tables: BlockTables, group: int, index: int) -> tuple[int, int, int]:
         """Copy a shared block before this sequence writes to it."""
@@ -430,7 +456,7 @@ class KVCacheManager:
     def _free_out_of_window(self, tables: BlockTables, position: int) -> None:
         """Free blocks that no query from `position` on sees."""
         for group, window in enumerate(self.windows):
-            if window is None or not tables:
+            if window is None:
                 continue
             table = tables[group]
             first = min(first_block_in_window(position, window, self.block_size), len(table))
@@ -440,32 +466,6 @@ class KVCacheManager:
                     break
                 table[index] = NULL_BLOCK
                 self._free((block,))
-
-    def num_blocks_to_advance(self, sequences: Iterable[CachedSequence]) -> int:
-        """Return how many blocks one more token of each takes, after freeing what is out of windows."""
-        for sequence in sequences:
-            position = min(sequence.num_computed_tokens, len(sequence.token_ids))
-            self._free_out_of_window(self.tables.get(sequence.sequence_id, []), position)
-        return self._num_blocks_to_advance(sequences, self.tables)
-
-    def _num_blocks_to_advance(self, sequences: Iterable[CachedSequence], tables: Mapping[str, BlockTables]) -> int:
-        """Return how many new blocks one more token of each sequence with tokens left takes, given these block tables.
-
-        A sequence needs one, in each group of layers, where its last block is full, or shared: of those that share a
-        block all but one get a copy, or all if another sequence has it as well.
-        """
-        count = 0
-        writers: Counter[Block] = Counter()
-        for sequence in sequences:
-            index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-            if sequence.num_tokens == sequence.num_computed_tokens:
-                continue
-            for table in tables.get(sequence.sequence_id, [[] for _ in self.windows]):
-                if index >= len(table):
-                    count += 1
-                elif offset:
-                    writers[table[index]] += 1
-        return count + sum(min(number, block.ref_count - 1) for block, number in writers.items())
 
     # ---- forks, swaps, ends ----
 
@@ -510,7 +510,7 @@ class KVCacheManager:
         num_swapped = len(_unique(tables))
         if num_swapped + len(tables) * len(self.windows) <= self.pool.num_blocks:
             return num_swapped + len(tables) * len(self.windows)
-        return num_swapped + self._num_blocks_to_advance(sequences, self.swapped_tables)
+        return num_swapped + self.num_blocks_needed(sequences, 1, swapped=True)
 
     def swap_in(self, sequences: Sequence[CachedSequence]) -> None:
         """Bring back what `swap_out` moved; the caller has checked that the blocks are there."""
@@ -591,6 +591,18 @@ class KVCacheManager:
             tier.store(block)
 
     # ---- asynchronous tiers ----
+
+    def start_loads(self, hit: PrefixHit, num_reserved_blocks: int) -> frozenset[int]:
+        """Begin to load `hit.loads`, as far as blocks are free beside the reserved ones; return the device block ids.
+
+        The device blocks of `hit` are not evicted for that: what is loaded would be of no use without them.
+        """
+        found = (block for table in hit.tables for block in table)
+        kept = [block for block in found if isinstance(block, Block) and block is not NULL_BLOCK]
+        self.pool.touch(kept)
+        started = self.loads.start(hit.loads, num_reserved_blocks)
+        self.pool.free(reversed(kept))
+        return frozenset(started)
 
     def finish_load(self, block_id: int, succeeded: bool) -> None:
         """Note that a load has ended; the tokens of one that failed are computed again."""

@@ -7,7 +7,7 @@ section 3), while blocks stay blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
 from quire.kvcache.tiers import HostHit, TierHit
@@ -40,16 +40,19 @@ class PrefixHit:
         self.loads: list[TierHit] = []
         self.loading = False
 
-    def counts(self) -> tuple[int, int]:
-        """Return how many blocks the hit takes out of the device's free queue, and how many must be loaded."""
-        num_touched = num_loaded = 0
+    def num_blocks_needed(self) -> int:
+        """Return how many free blocks the hit takes: its own that no sequence uses, new ones to load the rest into."""
+        count = 0
         for table in self.tables:
             for found in table:
-                if isinstance(found, Block):
-                    num_touched += found.ref_count == 0 and found is not NULL_BLOCK
-                else:
-                    num_loaded += 1
-        return num_touched, num_loaded
+                count += not isinstance(found, Block) or (found.ref_count == 0 and found is not NULL_BLOCK)
+        return count
+
+    def num_tokens_of(self, block_ids: Collection[int] | None, block_size: int) -> int:
+        """Tokens that are in these device blocks, by the first group of layers."""
+        if not block_ids:
+            return 0
+        return sum(isinstance(found, Block) and found.block_id in block_ids for found in self.tables[0]) * block_size
 
     def num_host_tokens(self, block_size: int) -> int:
         """Tokens that come from the host's pool, by the first group of layers."""

@@ -147,12 +147,12 @@ class Admission:
     # ---- tokens ----
 
     def schedule_tokens(
-        self, sequence: Sequence, num_new: int, plan: PlanBuilder, hit: PrefixHit | None = None, num_reserved: int = 0
+        self, sequence: Sequence, num_new: int, plan: PlanBuilder, hit: PrefixHit | None = None
     ) -> bool:
         """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted; False if there are no slots.
 
         They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
-        them are given up. `num_reserved` blocks must remain free. Without blocks, and without `hit`, see `start`.
+        them are given up. Without blocks, and without `hit`, see `start`.
         """
         sequence_id, start, request = sequence.sequence_id, sequence.num_computed_tokens, sequence.request
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
@@ -162,7 +162,7 @@ class Admission:
             if drafts:
                 sequence.drop_drafts(max(num_new - (sequence.num_uncomputed_tokens - len(drafts)), 0))
                 drafts = sequence.draft_token_ids
-            allocated = self.kv.allocate_slots(sequence, num_new, hit, num_reserved)
+            allocated = self.kv.allocate_slots(sequence, num_new, hit)
             if allocated is None:
                 return False
             allocation = allocated
@@ -195,37 +195,45 @@ class Admission:
         plan.scheduled.append((sequence, max_sampled))
         return True
 
-    def start(
-        self,
-        sequence: Sequence,
-        most: int,
-        plan: PlanBuilder,
-        num_reserved: int | None = None,
-        hit: PrefixHit | None = None,
-    ) -> int:
+    def start(self, sequence: Sequence, most: int, plan: PlanBuilder, hit: PrefixHit | None = None) -> bool:
         """Let a sequence without blocks begin: with what is cached of it, and up to `most` tokens to compute.
 
-        Returns how many, 0 if there are no slots. `num_reserved` blocks, and those for the rest of its tokens, must
-        remain free; with None none need. `hit` is fresh from `find_prefix`, if that was called already.
+        Returns False if there are no slots. `hit` is fresh from `find_prefix`, if that was called already.
         """
         hit = hit or self.kv.find_prefix(sequence)
-        num_new = min(sequence.num_tokens - hit.num_tokens, most)
-        reserved = 0
-        if num_reserved is not None:
-            reserved = num_reserved + self.num_blocks_after(sequence, hit.num_tokens + num_new)
-        if not self.schedule_tokens(sequence, num_new, plan, hit, reserved):
-            return 0
-        request, num_host_tokens = sequence.request, hit.num_host_tokens(self.kv.block_size)
+        if not self.schedule_tokens(sequence, min(sequence.num_tokens - hit.num_tokens, most), plan, hit):
+            return False
+        request, stats, size = sequence.request, self.stats, self.kv.block_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
-            request.num_host_tokens = num_host_tokens
-            self.stats.prefix_cache_queries += len(sequence.token_ids)
-            self.stats.prefix_cache_hits += hit.num_tokens
-        self.stats.host_cache_hits += num_host_tokens
-        return num_new
+            request.num_host_tokens = hit.num_host_tokens(size)
+            request.num_disk_tokens = hit.num_tokens_of(request.loaded_block_ids, size)
+            stats.prefix_cache_queries += len(sequence.token_ids)
+            stats.prefix_cache_hits += hit.num_tokens
+            stats.host_cache_hits += request.num_host_tokens
+            stats.disk_cache_hits += request.num_disk_tokens
+        return True
+
+    def num_blocks_to_compute(self, sequence: Sequence, most: int, hit: PrefixHit | None = None) -> int:
+        """Return how many free blocks the known tokens of `sequence` need, of which a step computes `most` at most.
+
+        Those of `hit`, which is for a sequence without blocks, are not computed.
+        """
+        start = sequence.num_computed_tokens if hit is None else hit.num_tokens
+        end = min(start + most, sequence.num_tokens)
+        return self.kv.num_blocks_needed((sequence,), most, hit) + self.num_blocks_after(sequence, end)
+
+    def num_blocks_to_admit(self, request: Request, most: int, hit: PrefixHit) -> int:
+        """Return how many free blocks a waiting request needs for its known tokens, and to begin its other sequences.
+
+        Args:
+            most: most tokens that its first step computes. hit: what the caches hold of its first sequence.
+        """
+        num_others = (request.num_sequences - 1) * len(self.kv.windows)
+        return self.num_blocks_to_compute(request.sequences[0], most, hit) + num_others
 
     def num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that the tokens of `sequence` need beyond those for its first `num_tokens`."""
+        """Return how many blocks the known tokens of `sequence` need beyond those for its first `num_tokens`."""
         return self.kv.num_blocks_for(sequence.num_tokens) - self.kv.num_blocks_for(num_tokens)
 
     def _describe(self, sequence: Sequence, num_computed_tokens: int) -> NewSequenceData:
@@ -329,10 +337,10 @@ class Admission:
         has the pool to itself and still lacks blocks is ended; otherwise `preempt_last` preempts the last running
         request, and returns whether that was another one. Drafts of some may not take the blocks of others.
         """
-        kv, num_groups = self.kv, len(self.kv.windows)
-        needed = sum(sequence.num_uncomputed_tokens > 0 for sequence in sequences) * num_groups
+        kv = self.kv
+        needed = len(sequences) * len(kv.windows)  # the most it can be
         while kv.pool.num_free < needed:
-            needed = kv.num_blocks_to_advance(sequences)  # exactly; the above is the most it can be
+            needed = kv.num_blocks_needed(sequences, 1)
             if kv.pool.num_free >= needed:
                 break
             if self.is_alone(request):
@@ -340,8 +348,8 @@ class Admission:
                 return False
             if not preempt_last():
                 return False
-        most = sum(1 + -(-len(sequence.draft_token_ids) // kv.block_size) for sequence in sequences)
-        if most * num_groups > kv.pool.num_free:
+        num_drafts = max([len(sequence.draft_token_ids) for sequence in sequences])
+        if num_drafts and kv.num_blocks_needed(sequences, 1 + num_drafts) > kv.pool.num_free:
             for sequence in sequences:
                 sequence.drop_drafts()
         return True
@@ -403,19 +411,18 @@ class Admission:
 
         That is tried once for each request.
         """
-        if request.loaded or not (hit.loads or hit.loading):
+        if request.loaded_block_ids is not None or not (hit.loads or hit.loading):
             return False
         if hit.loading:
             return True
-        request.loaded = True
         # Running requests must be able to go on meanwhile: a block for each sequence, and some to grow.
         num_reserved = 0
         if self.requests.running:
             num_reserved = self.requests.num_reserved_slots * len(self.kv.windows) + self.watermark_blocks
-        request.loading = set(self.kv.loads.start(hit.loads, num_reserved))
-        if not request.loading:
+        request.loaded_block_ids = self.kv.start_loads(hit, num_reserved)
+        if not request.loaded_block_ids:
             return False
-        request.num_disk_tokens = len(request.loading) // len(self.kv.windows) * self.kv.block_size
+        request.loading = set(request.loaded_block_ids)
         self.requests.start_loading(request)
         return True
 
@@ -435,21 +442,11 @@ class Admission:
 
         If not, a request would be preempted or ended for want of blocks that the steps in flight may set free.
         """
-        kv, requests, budget = self.kv, self.requests, self.max_num_batched_tokens
-        num_groups, num_free, size = len(kv.windows), kv.pool.num_free, kv.block_size
-        num_running = requests.num_reserved_slots
-        if len(kv.tables) == num_running and num_groups * (budget // size + 2 * num_running) <= num_free:
+        kv, budget, num_running = self.kv, self.max_num_batched_tokens, self.requests.num_reserved_slots
+        bound = len(kv.windows) * (budget // kv.block_size + 2 * num_running)
+        if len(kv.tables) == num_running and bound <= kv.pool.num_free:
             return True
-        needed = 0
-        for request in requests.running:
-            # The last block of one that shares it is copied before a write.
-            shares = request.num_sequences > 1 or len(request.engine_request.sequence_ids) > 1
-            for sequence in request.sequences:
-                end = max(len(sequence.token_ids) + 1, sequence.num_tokens)
-                if not kv.has_blocks(sequence):
-                    needed += kv.num_blocks_for(end) + num_groups
-                    continue
-                start = sequence.num_computed_tokens
-                end = start + min(max(end - start, 1), budget)
-                needed += num_groups * (-(-end // size) - -(-start // size) + shares)
-        return needed <= num_free
+        sequences = [sequence for request in self.requests.running for sequence in request.sequences]
+        # A sequence without blocks begins with what is cached of it, beside what it computes.
+        most = budget if all(map(kv.has_blocks, sequences)) else self.max_model_len
+        return kv.num_blocks_needed(sequences, most) <= kv.pool.num_free

@@ -132,8 +132,8 @@ class PrefillFirstPlanner:
             return room
         if first.num_tokens - hit.num_tokens > plan.budget and plan.num_scheduled:
             return None
-        given = self.admission.start(first, plan.budget, plan, hit=hit)
-        assert given, "there was room"
+        started = self.admission.start(first, plan.budget, plan, hit)
+        assert started, "there was room"
         self._requests.admit(request)
         self._prefill(request, plan)
         return AllocStatus.OK
@@ -143,18 +143,14 @@ class PrefillFirstPlanner:
 
         The watermark stays free, for running requests. One that was preempted may also take that, if none runs.
         """
-        first, num_blocks = request.sequences[0], self._kv.pool.num_blocks
-        reserve = 0 if request.num_preemptions else self.admission.watermark_blocks
-        if num_blocks - self._num_required(request) < reserve:
+        admission, pool = self.admission, self._kv.pool
+        reserve = 0 if request.num_preemptions else admission.watermark_blocks
+        if pool.num_blocks - self._num_required(request) < reserve:
             return AllocStatus.NEVER
-        end = min(first.num_tokens, hit.num_tokens + self.admission.max_num_batched_tokens)
-        num_new = sum(max(-(-end // self._kv.block_size) - len(table), 0) for table in hit.tables)
-        num_new += sum(hit.counts())
-        num_later = self.admission.num_blocks_after(first, end) + self._num_required(request)
-        num_later -= self._kv.num_blocks_for(first.num_tokens)
         if self._requests.running:
-            reserve = self.admission.watermark_blocks
-        return AllocStatus.OK if self._kv.pool.num_free - num_new - num_later >= reserve else AllocStatus.LATER
+            reserve = admission.watermark_blocks
+        needed = admission.num_blocks_to_admit(request, admission.max_num_batched_tokens, hit)
+        return AllocStatus.OK if needed + reserve <= pool.num_free else AllocStatus.LATER
 
     def _num_required(self, request: Request) -> int:
         """Blocks for its known tokens, and one for each sequence but the first to go on with."""

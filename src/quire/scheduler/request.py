@@ -188,7 +188,8 @@ class Request:
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
         adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
-        loading: device blocks that are being loaded from disk for it; `loaded` says that this was tried.
+        loading: device blocks that are being loaded from disk for it; `loaded_block_ids` are those of all such loads,
+            None before they were tried.
     """
 
     def __init__(self, engine_request: EngineRequest) -> None:
@@ -207,7 +208,7 @@ class Request:
         self.num_forks = 0
         self.aborted_ids: set[str] = set()
         self.loading: set[int] = set()
-        self.loaded = False
+        self.loaded_block_ids: frozenset[int] | None = None
         self.order_key: tuple[float, ...] = ()
         self.max_total_tokens = 0
         self.num_cached_tokens: int | None = None

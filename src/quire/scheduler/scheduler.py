@@ -208,7 +208,6 @@ class Scheduler:
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
         for block_id, sound in loaded.items():
-            self._stats.disk_cache_hits += self.kv.block_size * sound
             self.kv.finish_load(block_id, sound)
             for request in self.requests.loading:
                 request.loading.discard(block_id)

@@ -140,6 +140,7 @@ class UnifiedPlanner:
             self.admission.preempt(running[-1], plan)
 
     def _fits(self, request: Request) -> bool:
+        """Whether a waiting request can be admitted in this step, beside all running ones and their known tokens."""
         admission, kv = self.admission, self._kv
         if not admission.adapter_fits(request):
             # Others give way for that if it helps: those that stay must leave room for its adapter.
@@ -147,11 +148,14 @@ class UnifiedPlanner:
             return len({r.engine_request.lora_int_id for r in staying}) >= admission.max_loras
         if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
             return False
+        most = admission.max_tokens_per_sequence
+        num_reserved = admission.watermark_blocks
+        for running in self._requests.running:
+            num_reserved += sum([admission.num_blocks_to_compute(sequence, most) for sequence in running.sequences])
         if request.status is RequestStatus.SWAPPED:
-            return admission.can_swap_in(request, admission.watermark_blocks) is not False
-        first = request.sequences[0]
-        num_cached = kv.find_prefix(first).num_tokens // kv.block_size
-        return kv.num_blocks_for(first.num_tokens) - num_cached + admission.watermark_blocks <= kv.pool.num_free
+            return admission.can_swap_in(request, num_reserved) is not False
+        hit = kv.find_prefix(request.sequences[0])
+        return admission.num_blocks_to_admit(request, most, hit) + num_reserved <= kv.pool.num_free
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
         """Give every running sequence its next tokens, preempting from the end while blocks are missing.
@@ -287,21 +291,22 @@ class UnifiedPlanner:
         admission, kv = self.admission, self._kv
         if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
             return False
-        num_reserved = (request.num_sequences - 1) * len(kv.windows)
-        if self._requests.running:
-            num_reserved += plan.num_promised_blocks + admission.watermark_blocks
+        num_reserved = plan.num_promised_blocks + admission.watermark_blocks if self._requests.running else 0
         if request.status is RequestStatus.SWAPPED:
             return admission.swap_in(request, plan, num_reserved)
         first = request.sequences[0]
         hit = kv.find_prefix(first)
         if admission.waits_for_disk(request, hit):
             return None
-        num_tokens = first.num_tokens
-        if not admission.start(first, self._max_tokens(first, plan), plan, num_reserved, hit):
+        num_tokens, most = first.num_tokens, self._max_tokens(first, plan)
+        needed = admission.num_blocks_to_admit(request, most, hit)
+        if needed + num_reserved > kv.pool.num_free:
             if admission.is_alone(request):
-                admission.finish_infeasible(request, kv.num_blocks_for(num_tokens) + num_reserved)
+                admission.finish_infeasible(request, needed)
                 return None
             return False
+        started = admission.start(first, most, plan, hit)
+        assert started, "there was room"
         self._requests.admit(request)
         if first.num_computed_tokens < num_tokens:
             plan.num_promised_blocks += admission.num_blocks_after(first, first.num_computed_tokens)
