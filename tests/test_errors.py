@@ -1,10 +1,12 @@
-"""Errors that get a client's own name of a field."""
+"""Errors that get a client's own name of a field, and errors that cross a process boundary."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from quire.errors import RequestError, rename_field
+from quire import errors
+from quire.errors import ErrorData, QuireError, RequestError, rename_field
 from quire.server.field_names import FieldNames
 
 
@@ -37,3 +39,23 @@ def test_a_dialect_renames_whole_words_only() -> None:
         ("nothing", "nothing of n", "nothing of n"),
     ):
         assert names.translate(RequestError(message, param=param)).message == expected
+
+
+def test_every_error_is_the_same_after_it_crossed_a_process_boundary() -> None:
+    classes = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, QuireError)]
+    assert len(classes) > 10
+    for kind in classes:
+        error = kind("what went wrong")
+        error.param, error.code = "seeds", "of_its_own"
+        data = msgspec.msgpack.decode(msgspec.msgpack.encode(ErrorData.of(error)), type=ErrorData)
+        again = data.exception()
+        assert type(again) is kind
+        assert (str(again), again.message) == (str(error), error.message)
+        assert (again.param, again.code) == ("seeds", "of_its_own")
+        assert data.refused == issubclass(kind, RequestError)
+
+
+def test_an_error_of_an_unknown_class_is_an_internal_one() -> None:
+    for name in ("NoSuchError", "echo", "msgspec"):
+        error = ErrorData(name, "what went wrong").exception()
+        assert type(error) is QuireError and error.code == "internal_error"

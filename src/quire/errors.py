@@ -13,7 +13,8 @@
       EngineAsleepError         the engine was put to sleep                503
       EngineDeadError           the engine process is gone                 503  exit 70
 
-Status codes and exit codes stand here and nowhere else. Rendering to JSON lives in `server.errors`.
+Status codes and exit codes stand here and nowhere else, and so does the form in which an error crosses a process
+boundary (`ErrorData`). Rendering to JSON lives in `server.errors`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 MAX_ECHO = 200
 
@@ -142,6 +145,41 @@ class EngineDeadError(QuireError):
     def __init__(self, message: str, *, suspects: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.suspects = tuple(suspects)
+
+
+class ErrorData(msgspec.Struct, frozen=True):
+    """A `QuireError` as it is sent between processes.
+
+    Attributes:
+        error_class: the name of a class of this module. message, param, code: as in `QuireError`.
+    """
+
+    error_class: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: QuireError) -> ErrorData:
+        """Return the data of an error."""
+        return cls(type(error).__name__, error.message, error.param, error.code)
+
+    @property
+    def kind(self) -> type[QuireError]:
+        """The class of the error; `QuireError` for one that this module does not define."""
+        found = globals().get(self.error_class)
+        return found if isinstance(found, type) and issubclass(found, QuireError) else QuireError
+
+    @property
+    def refused(self) -> bool:
+        """Whether the request is at fault, since this engine can never serve it, not the engine."""
+        return issubclass(self.kind, RequestError)
+
+    def exception(self) -> QuireError:
+        """Return the error, of the same class, to be raised."""
+        error = self.kind(self.message)
+        error.param, error.code = self.param, self.code or error.code
+        return error
 
 
 E = TypeVar("E", bound=QuireError)

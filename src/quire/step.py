@@ -26,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from quire.engine_request import EngineRequest
+from quire.errors import ErrorData
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -232,20 +233,18 @@ class ModelOutput(msgspec.Struct):
     position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token,
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
-    must be ended; those in `refused` through a fault of their request. `loaded` says of each device block whose
-    asynchronous load ended whether it succeeded. `pooled` has what was asked for of each sequence with pooling
-    parameters whose prompt ended; it has no tokens. `host_gap` are the seconds in which the device had nothing to do
-    before this step, since the one before had ended.
+    must be ended. `loaded` says of each device block whose asynchronous load ended whether it succeeded. `pooled` has
+    the results of sequences with pooling parameters whose prompt ended; they have no tokens. `host_gap` is the time [s]
+    that the device was idle between the end of the step before and this one.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenTopLogprobs]] = {}
     prompt_logprobs: dict[str, list[TokenTopLogprobs]] = {}
-    errors: dict[str, str] = {}
+    errors: dict[str, ErrorData] = {}
     candidates: dict[str, TokenTopLogprobs] = {}
     loaded: dict[int, bool] = {}
     completed: list[str] = []
-    refused: list[str] = []
     sampler_states: dict[str, float] = {}
     pooled: dict[str, PooledData] = {}
     host_gap: float = 0.0
@@ -386,11 +385,11 @@ class SequenceOutput(msgspec.Struct, gc=False):
     """What is new of one sequence after one step.
 
     `finish_reason` is "stop", "length", "repetition", "abort" or "error"; `stop_reason` the stop token id (None for
-    EOS). `error` explains "error"; with `refused` the request is at fault, since this engine can never serve it, not
-    the engine. `complete` says that a grammar allows nothing more: the last token is then part of the text, not what
-    stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is that of a sampler with a memory
-    after these tokens (`ModelOutput.sampler_states`). A beam search has one output, at its end, in the name of its
-    request: `beams`, best first. A request with pooling parameters has `pooled`, with "stop" and no tokens.
+    EOS). `error` explains "error". `complete` says that a grammar allows nothing more: the last token is then part of
+    the text, not what stopped it. `num_cached_tokens` is sent with the first output. `sampler_state` is that of a
+    sampler with a memory after these tokens (`ModelOutput.sampler_states`). A beam search has one output, at its end,
+    in the name of its request: `beams`, best first. A request with pooling parameters has `pooled`, with "stop" and no
+    tokens.
     """
 
     sequence_id: str
@@ -402,8 +401,7 @@ class SequenceOutput(msgspec.Struct, gc=False):
     num_cached_tokens: int | None = None
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
-    error: str | None = None
-    refused: bool = False
+    error: ErrorData | None = None
     beams: list[BeamOutput] | None = None
     complete: bool = False
     sampler_state: float | None = None

@@ -328,7 +328,7 @@ def test_numbers_that_are_none_end_their_own_request_only(folder: Path, tmp_path
         for news in driver.core.step().outputs:
             driver.told.setdefault(news.sequence_id, Told()).tokens += news.new_token_ids
             if news.error is not None:
-                errors[news.sequence_id] = news.error
+                errors[news.sequence_id] = news.error.message
     assert list(errors) == ["bad"] and "finite" in errors["bad"]
     assert driver.told["fine"].tokens == expected.tokens
     driver.check_all_free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.checkpoint.hf_config import load_model_info
@@ -12,7 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import run as run_loop
 from quire.engine.messages import AbortRequests
-from quire.engine_request import EngineRequest
+from quire.engine_request import EngineRequest, ResumedSequence
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
@@ -146,6 +147,20 @@ def test_a_message_the_scheduler_refuses_gets_an_error_and_does_not_end_the_loop
     run_loop(core, clients)
     ends = {output.sequence_id: output.finish_reason for output in clients.outputs(0)}
     assert ends == {"empty": "error", "fine": "length"}
+
+
+def test_a_request_with_a_seed_too_few_is_refused_alone(folder: Path) -> None:
+    core = make_core(folder)
+    bad = msgspec.structs.replace(request("bad", [1, 2]), sequence_ids=["a", "b"], seeds=[1])
+    fewer = [ResumedSequence([5])]
+    resumed = msgspec.structs.replace(request("more", [1, 2]), sequence_ids=["c", "d"], seeds=[1, 2], resumed=fewer)
+    clients = ScriptedClients([[(0, bad), (0, resumed), (0, request("fine", [1], max_tokens=2))]])
+    run_loop(core, clients)
+    last = {output.sequence_id: output for output in clients.outputs(0)}
+    ends = {name: output.finish_reason for name, output in last.items()}
+    assert ends == {**dict.fromkeys(("a", "b", "c", "d"), "error"), "fine": "length"}
+    error = last["b"].error
+    assert error is not None and error.refused and error.param == "seeds"
 
 
 def test_drafts_change_no_token_and_save_steps(folder: Path) -> None:

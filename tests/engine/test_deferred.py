@@ -16,6 +16,7 @@ from quire.errors import ConfigError, RequestError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import AdapterResult, SequenceOutput
+from quire.structured.lark import grammar_failed
 
 
 class Compiler(NullExecutor):
@@ -163,14 +164,10 @@ def test_all_requests_of_one_grammar_begin_together(core: EngineCore, compiler: 
 def test_a_grammar_that_failed_is_an_error_of_each_sequence(core: EngineCore, compiler: Compiler) -> None:
     core.add(request("bad", "start: x", num_sequences=2))
     core.add(request("good", "start: /a/"))
-    compiler.finished = {"start: x": "x is not there", "start: /a/": None}
+    compiler.finished = {"start: x": grammar_failed("x is not there"), "start: /a/": None}
     last = run(core)
     for name in ("bad-0", "bad-1"):
-        assert (last[name].finish_reason, last[name].refused, last[name].error) == (
-            "error",
-            True,
-            "structured output failed: x is not there",
-        )
+        assert (last[name].finish_reason, last[name].error) == ("error", grammar_failed("x is not there"))
     assert last["good"].finish_reason == "length"
     assert compiler.in_use() == set()
     core.add(request("bad", None))  # the name is free again

@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.loop import RequestOwners, run
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, ToEngine
+from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
 from quire.step import SequenceOutput
 from tests.engine.conftest import request
@@ -104,7 +105,8 @@ def test_an_id_that_another_client_uses_is_refused_to_whom_it_comes_late(core: E
     )
     assert finished(clients, 0)["a"][0] == finished(clients, 2)["a"][0] == "length"
     [refused] = clients.outputs(1)
-    assert refused.finish_reason == "error" and refused.refused
+    assert refused.finish_reason == "error" and refused.error is not None and refused.error.refused
+    assert refused.error.param == "request_id"
 
 
 def test_calls_are_answered_to_whom_they_come_from(core: EngineCore) -> None:
@@ -112,6 +114,8 @@ def test_calls_are_answered_to_whom_they_come_from(core: EngineCore) -> None:
     [first], [second] = clients.sent[0], clients.sent[1]
     assert isinstance(first, CallResult) and first.error is None
     assert isinstance(second, CallResult) and second.error is not None
+    error = second.error.exception()
+    assert type(error) is ConfigError and (error.param, error.code) == ("method", "invalid_config")
 
 
 def test_requests_that_end_before_a_step_sees_them_are_heard_of(core: EngineCore) -> None:

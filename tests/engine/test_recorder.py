@@ -68,6 +68,19 @@ def story(core: EngineCore, name: str, **arguments: int) -> dict[str, Any]:
     return core.call("timeline", {"request_id": name, **arguments})
 
 
+def test_a_request_whose_id_continues_that_of_another_is_not_part_of_it(folder: Path) -> None:
+    core = make_core(folder)
+    for name in ("a", "a-1", "a/1", "a-10"):
+        add(core, name, [7] * 10, max_tokens=3)
+    finish(core)
+    add(core, "b", [7] * 10, max_tokens=3, count=2)
+    add(core, "b-2", [7] * 10, max_tokens=30)
+    finish(core)
+    assert [event["event"] for event in story(core, "a")["events"]] == ["scheduled"]
+    assert story(core, "a")["steps"]["count"] == story(core, "a-1")["steps"]["count"] == 3
+    assert story(core, "b", num_sequences=2)["steps"]["count"] == 3
+
+
 def test_a_request_alone(folder: Path) -> None:
     core = make_core(folder)
     add(core, "a", [7] * 100, max_tokens=5)

@@ -24,7 +24,7 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
 from quire.engine_request import EngineRequest
-from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.errors import ConfigError, EngineDeadError, ErrorData, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
@@ -274,9 +274,10 @@ class FakeEngine:
                 output.prompt_logprobs = [self._top(token, params.prompt_logprobs) for token in tokens]
         names = {request.request_id, item.sequence_id}
         if names & self.fail_on:
-            output.finish_reason, output.error = "error", "logits are not finite"
+            output.finish_reason, output.error = "error", ErrorData("GenerationError", "logits are not finite")
         elif names & self.refuse_on:
-            output.finish_reason, output.error, output.refused = "error", "it needs 65 blocks, the pool has 64", True
+            output.finish_reason = "error"
+            output.error = ErrorData("RequestError", "it needs 65 blocks, the pool has 64", code="request_refused")
         elif request.beam is not None:
             output.beams = self._beams(request, request.beam)
             output.finish_reason = output.beams[0].finish_reason
@@ -352,7 +353,7 @@ class FakeClient:
             try:
                 answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method, message.arguments))
             except QuireError as error:
-                answer = CallResult(call_id=message.call_id, error=error.message)
+                answer = CallResult(call_id=message.call_id, error=ErrorData.of(error))
             self._answers.append(answer)
         else:
             self.engine.send(message)

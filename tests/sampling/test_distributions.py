@@ -254,4 +254,4 @@ def test_options_that_leave_no_token_are_an_error_of_their_own_row() -> None:
     barred = SamplingParams(allowed_token_ids=[1], min_tokens=16, max_tokens=32)
     sampled = sample(barred, np.arange(2))
     assert sampled.token_ids.tolist() == [-1, -1]
-    assert sorted(sampled.errors) == [0, 1] and "leave no token" in sampled.errors[0]
+    assert sorted(sampled.errors) == [0, 1] and "leave no token" in sampled.errors[0].message

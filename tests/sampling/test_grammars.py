@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from quire.errors import RequestError
+from quire.errors import ErrorData, RequestError
 from quire.sampling.grammars import MAX_UNUSED, GrammarStore, GrammarVocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
@@ -131,7 +131,7 @@ def test_a_decoder_that_joins_tokens_otherwise_is_refused() -> None:
     [(grammar, error)] = store.poll(60.0).items()
     assert grammar == "start: /a/"
     assert error is not None
-    assert "tokenizer" in error
+    assert "tokenizer" in error.message
     with pytest.raises(RequestError, match="tokenizer"):
         store.start("start: /a/")
     store.close()
@@ -142,8 +142,8 @@ def test_folders_without_a_tokenizer_say_so(tmp_path: Path) -> None:
     store.prepare("start: /a/")
     [error] = store.poll(60.0).values()
     assert error is not None
-    assert "needs a tokenizer" in error
-    assert str(tmp_path) not in error
+    assert "needs a tokenizer" in error.message
+    assert str(tmp_path) not in error.message
     with pytest.raises(RequestError, match="needs a tokenizer"):
         store.start("start: /a/")
     store.close()
@@ -187,13 +187,13 @@ def test_bad_grammars_are_told_in_one_line(grammar: str, error: str) -> None:
     store = GrammarStore(lambda: tokenizer_of("byte_level"), 425)
     store.prepare(grammar)
     store.prepare("start: /fine/")
-    found: dict[str, str | None] = {}
+    found: dict[str, ErrorData | None] = {}
     while len(found) < 2:
         found.update(store.poll(60.0))
-    told = found[grammar]
-    assert told is not None
-    assert error in told
-    assert "\n" not in told
+    failed = found[grammar]
+    assert failed is not None
+    assert error in failed.message
+    assert "\n" not in failed.message
     assert found["start: /fine/"] is None
     store.close()
 

@@ -131,7 +131,7 @@ def test_a_fault_is_an_error_of_its_own_row(name: str, message: str) -> None:
     assert sampled.token_ids.tolist() == [5, -1, 11]
     assert list(sampled.errors) == [1]
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(sampled.errors[1])
+        raise AssertionError(sampled.errors[1].message)
 
 
 def test_forks_have_processors_of_their_own() -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from quire.engine_request import EngineRequest
+from quire.errors import ErrorData
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -37,6 +38,7 @@ from tests.helpers.transfers import COPY, IN, OUT, disk_loads, disk_stores, move
 
 VOCAB = 29
 POISON = -1
+NOT_FINITE = ErrorData("GenerationError", "the logits are not finite")
 VOID = -2  # computed after tokens that did not become final
 
 
@@ -175,7 +177,7 @@ class FakeWorker:
         void = {name for name, count in plan.num_scheduled_tokens.items() if self.rows[name].is_void(count)}
         computed = plan.num_scheduled_tokens.keys() - void
         failed = {name for name in computed if name in broken or self._attends_to_poison(plan, name)}
-        output.errors = dict.fromkeys(failed, "the logits are not finite")
+        output.errors = dict.fromkeys(failed, NOT_FINITE)
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
             if name in void:

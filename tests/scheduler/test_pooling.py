@@ -97,9 +97,8 @@ def test_one_longer_than_the_context_is_refused() -> None:
     scheduler = make()
     scheduler.add_request(request("long", LONGEST + 1))
     news = run(scheduler)["long"]
-    assert news.refused
-    assert news.error is not None
-    assert f"{LONGEST + 1} tokens" in news.error
+    assert news.error is not None and news.error.refused
+    assert f"{LONGEST + 1} tokens" in news.error.message
 
 
 def test_what_was_pooled_is_not_swapped_but_computed_again() -> None:

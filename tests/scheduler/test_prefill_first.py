@@ -88,7 +88,8 @@ def test_room_for_a_prompt_is_now_or_later_or_never(classic, request_of, length,
     assert ("a" in names) == (room is AllocStatus.OK)
     if room is AllocStatus.NEVER:
         assert r.reason("a") == "error"
-        assert all(text in r.last["a"].error for text in ("8 KV blocks", "10 blocks of 4 tokens", "3 are kept free"))
+        message = r.last["a"].error.message
+        assert all(text in message for text in ("8 KV blocks", "10 blocks of 4 tokens", "3 are kept free"))
     r.finish()
 
 
@@ -135,7 +136,7 @@ def test_a_prompt_longer_than_a_step_is_refused_and_the_engine_goes_on(classic, 
     r.add(request_of("a", 17, 2), request_of("b", 16, 2))
     r.finish()
     assert (r.reason("a"), r.tokens["a"]) == ("error", [])
-    assert "17 tokens" in r.last["a"].error and "16 tokens" in r.last["a"].error
+    assert "17 tokens" in r.last["a"].error.message and "16 tokens" in r.last["a"].error.message
     assert r.tokens["b"] == r.expected("b")[0]
 
 
@@ -154,7 +155,7 @@ def test_a_group_that_outgrows_the_pool_fails_alone(classic, request_of):
     r.add(request_of("a", 5, 3), request_of("b", 4, 20, n=3), request_of("c", 5, 3))
     r.finish()
     for index in range(3):
-        assert "6 blocks of 4 tokens" in r.last[f"b-{index}"].error
+        assert "6 blocks of 4 tokens" in r.last[f"b-{index}"].error.message
     assert [r.tokens[name] for name in "ac"] == [r.expected(name)[0] for name in "ac"]
 
 

@@ -60,7 +60,7 @@ def test_a_token_outside_the_grammar_is_an_error_and_no_end() -> None:
     assert made.fork().advance(spelled[0], 10) == spelled[1:]
     made.accept(ids("ac"))
     assert made.error is not None
-    assert "\n" not in made.error
+    assert "\n" not in made.error.message
     assert not made.complete
 
 

@@ -176,13 +176,17 @@ class EngineCore:
     def add(self, message: EngineRequest) -> None:
         """Queue a request, after its grammar was compiled if it has one.
 
-        Raises `RequestError` if a live request, or sequence, has the same id, or the engine is asleep.
+        Raises `RequestError` if a live request, or sequence, has the same id, the numbers of its sequences and
+        seeds differ, or the engine is asleep.
         """
         if self.sleep_level:
             raise RequestError("the engine is asleep; wake it up first", code="engine_asleep")
         if self._pools != (message.pooling is not None):
             made = "vectors or scores and generates no text" if self._pools else "text and pools nothing"
             raise RequestError(f"this engine's model makes {made}", param="model", code="unsupported_endpoint")
+        count = len(message.sequence_ids)
+        if len(message.seeds) != count or (message.resumed is not None and len(message.resumed) != count):
+            raise RequestError("each sequence of a request needs a seed, and its progress if resumed", param="seeds")
         request = Request(message)
         self._deferred.check_ids(request)
         if self._deferred.must_wait(request):

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.engine_request import EngineRequest, LoRARequest
-from quire.errors import ConfigError, RequestError, echo
+from quire.errors import ConfigError, ErrorData, RequestError, echo
 from quire.executor.base import Adapters, Executor
 from quire.scheduler.request import Request
 from quire.step import AdapterResult, SequenceOutput
-from quire.structured.lark import GRAMMAR_FAILED
 
 
 class LoadLoRA(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,7 +41,7 @@ class Prerequisite(Protocol):
     def prepare(self, engine_request: EngineRequest) -> None:
         """Begin to prepare it; a call of `release` must follow. Raises `RequestError` if this engine has none."""
 
-    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+    def poll(self, requests: list[Request], wait: float) -> dict[str, ErrorData | None]:
         """Return the ids of those of `requests` for which it was prepared, each with an error or None.
 
         If there are none it waits for one up to `wait` seconds.
@@ -65,16 +64,13 @@ class CompiledGrammar:
         assert engine_request.grammar is not None
         self._executor.grammars.prepare(engine_request.grammar)
 
-    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+    def poll(self, requests: list[Request], wait: float) -> dict[str, ErrorData | None]:
         ready = self._executor.grammars.poll(wait)
-        found: dict[str, str | None] = {}
-        for request in requests:
-            if request.engine_request.grammar in ready:
-                error = ready[request.engine_request.grammar]
-                if error is not None and not error.startswith("structured output"):
-                    error = GRAMMAR_FAILED + error
-                found[request.request_id] = error
-        return found
+        return {
+            request.request_id: ready[request.engine_request.grammar]
+            for request in requests
+            if request.engine_request.grammar in ready
+        }
 
     def release(self, engine_request: EngineRequest) -> None:
         assert engine_request.grammar is not None
@@ -103,16 +99,18 @@ class LoadedAdapter:
         assert engine_request.lora is not None
         self._adapters.prepare(engine_request.lora, engine_request.request_id)
 
-    def poll(self, requests: list[Request], wait: float) -> dict[str, str | None]:
+    def poll(self, requests: list[Request], wait: float) -> dict[str, ErrorData | None]:
         """See `Prerequisite`; sets the digest of the adapter in requests that can use it."""
         self._poll(wait)
-        found: dict[str, str | None] = {}
+        found: dict[str, ErrorData | None] = {}
         for request in requests:
             result = self._results.pop(request.request_id, None)
             if result is not None:
                 assert request.engine_request.lora is not None
                 error = result.error or _unknown_token(request, result)
-                found[request.request_id] = error and f"adapter {request.engine_request.lora.lora_name}: {error}"
+                message = f"adapter {request.engine_request.lora.lora_name}: {error}"
+                failed = ErrorData("RequestError", message, code="request_refused")
+                found[request.request_id] = None if error is None else failed
                 request.adapter_digest = result.digest
         return found
 
@@ -259,7 +257,7 @@ class DeferredRequests:
                     request = self._waiting[request_id]
                     self._remove(request)
                     failed += [
-                        SequenceOutput(sequence_id, [], finish_reason="error", error=error, refused=True)
+                        SequenceOutput(sequence_id, [], finish_reason="error", error=error)
                         for sequence_id in request.engine_request.sequence_ids
                         if sequence_id not in request.aborted_ids
                     ]

@@ -14,7 +14,7 @@ from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, ToEngine
 from quire.engine_request import EngineRequest
-from quire.errors import QuireError, RequestError
+from quire.errors import ErrorData, QuireError, RequestError
 from quire.step import SchedulerOutput, SequenceOutput
 
 
@@ -113,10 +113,10 @@ def apply(core: EngineCore, owners: RequestOwners, client_index: int, message: T
             try:
                 core.add(message)
             except RequestError as error:
-                problem = error.message
+                problem = ErrorData.of(error)
                 return core.snapshot(
                     [
-                        SequenceOutput(sequence_id, [], finish_reason="error", error=problem, refused=True)
+                        SequenceOutput(sequence_id, [], finish_reason="error", error=problem)
                         for sequence_id in message.sequence_ids
                     ]
                 )
@@ -127,7 +127,7 @@ def apply(core: EngineCore, owners: RequestOwners, client_index: int, message: T
             try:
                 return CallResult(call_id=message.call_id, value=core.call(message.method, message.arguments))
             except QuireError as error:
-                return CallResult(call_id=message.call_id, error=error.message)
+                return CallResult(call_id=message.call_id, error=ErrorData.of(error))
         case None:
             core.abort(AbortRequests(owners.remove(client_index, owners.owned_by(client_index))))
     return None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.engine_request import EngineRequest
-from quire.errors import RequestError
+from quire.errors import ErrorData, RequestError
 from quire.step import SchedulerStats, SequenceOutput
 
 PROTOCOL_VERSION = 1  # changes with any message that an older peer would misread
@@ -91,11 +91,11 @@ class EngineOutputs(msgspec.Struct, tag=True):
 
 
 class CallResult(msgspec.Struct, tag=True):
-    """Answer to a `Call`: `value` is JSON-like; `error` is set instead when it failed."""
+    """Answer to a `Call`: `value` is JSON-like; `error` is set instead if it failed."""
 
     call_id: int
     value: dict[str, Any] | None = None
-    error: str | None = None
+    error: ErrorData | None = None
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -29,7 +29,7 @@ MAX_EVENTS = 32
 NUM_SLOWEST = 5
 MICROSECONDS = 1e6
 SHOWN_GAP = 1e-4  # seconds
-_SUFFIX = re.compile(r"(/\d+)?(-\d+|#\d+)?")  # of the ids of a request's sequences and parts
+_SUFFIX = re.compile(r"[/-](\d+)|#\d+")  # of the ids of a request's parts, sequences and beams
 
 
 class ShowTimeline(msgspec.Struct, forbid_unknown_fields=True):
@@ -190,7 +190,7 @@ class FlightRecorder:
         answer = request.summary()
         oldest = self._steps[0].started if self._steps else self._clock()
         answer["complete"] = request.begun or (not request.steps and oldest <= since)
-        waits = [seconds for name, seconds in self._waits if _belongs(name, show.request_id)]
+        waits = [seconds for name, seconds in self._waits if _belongs(name, show)]
         answer["grammar_seconds"] = max(waits, default=0.0)
         return answer
 
@@ -204,10 +204,10 @@ class _Timeline:
 
     def __init__(self, recorder: FlightRecorder, show: ShowTimeline, since: float) -> None:
         self._recorder = recorder
-        self._id = show.request_id
+        self._show = show
         self._since = since
         count = min(show.num_sequences, MAX_FOLLOWED)
-        self._names = {show.request_id} if show.num_sequences == 1 else {f"{self._id}-{i}" for i in range(count)}
+        self._names = {show.request_id} if show.num_sequences == 1 else {f"{show.request_id}-{i}" for i in range(count)}
         self.begun = False
         self.steps: list[tuple[StepRecord, int]] = []
         self._events: list[dict[str, Any]] = []
@@ -221,13 +221,13 @@ class _Timeline:
     def add(self, record: StepRecord) -> None:
         """Add a step."""
         for preemption in record.preempted or ():
-            if _belongs(preemption.sequence_id, self._id):
+            if _belongs(preemption.sequence_id, self._show):
                 self._add_preemption(record, preemption)
         for admission in record.admitted or ():
-            if _belongs(admission.sequence_id, self._id):
+            if _belongs(admission.sequence_id, self._show):
                 self._add_admission(record, admission)
         for name in record.forked or ():
-            if len(self._names) < MAX_FOLLOWED and _belongs(name, self._id):
+            if len(self._names) < MAX_FOLLOWED and _belongs(name, self._show):
                 self._names.add(name)
         scheduled = record.scheduled
         own = sum([scheduled[name] for name in self._names if name in scheduled])
@@ -343,9 +343,15 @@ class _Timeline:
         }
 
 
-def _belongs(name: str, request_id: str) -> bool:
-    """Whether a sequence, or a part of a request, called `name` is of this request."""
-    return name.startswith(request_id) and _SUFFIX.fullmatch(name, len(request_id)) is not None
+def _belongs(name: str, show: ShowTimeline) -> bool:
+    """Whether `name` is the request, or one of its parts, sequences and beams.
+
+    Numbers are compared with `num_sequences`: "a-1" may be another request than "a".
+    """
+    if not name.startswith(show.request_id) or len(name) == len(show.request_id):
+        return name == show.request_id
+    found = _SUFFIX.fullmatch(name, len(show.request_id))
+    return found is not None and (found[1] is None or int(found[1]) < show.num_sequences > 1)
 
 
 def _tiers_of(scheduler: Scheduler, sequence_id: str) -> tuple[int, int]:

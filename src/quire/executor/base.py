@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from quire.engine_request import LoRARequest
+from quire.errors import ErrorData
 from quire.kernels.memory import DeviceMemory
 from quire.step import AdapterResult, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput
 
@@ -35,7 +36,7 @@ class Grammars(Protocol):
     def prepare(self, grammar: str) -> None:
         """Begin to compile a grammar if necessary. Every call must be followed by one of `release`."""
 
-    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
+    def poll(self, wait: float = 0.0) -> dict[str, ErrorData | None]:
         """Return the grammars that became ready, each with its error or None; with none, wait up to `wait` seconds."""
 
     def release(self, grammar: str) -> None:
@@ -46,7 +47,7 @@ class UnusedGrammars:
     """The grammars of an executor that ignores them: each is ready at once."""
 
     def __init__(self) -> None:
-        self._ready: dict[str, str | None] = {}
+        self._ready: dict[str, ErrorData | None] = {}
 
     def end_ids(self) -> list[int]:
         return []
@@ -54,7 +55,7 @@ class UnusedGrammars:
     def prepare(self, grammar: str) -> None:
         self._ready[grammar] = None
 
-    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
+    def poll(self, wait: float = 0.0) -> dict[str, ErrorData | None]:
         ready, self._ready = self._ready, {}
         return ready
 

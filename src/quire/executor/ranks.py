@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
+from quire.errors import ErrorData
 from quire.executor.base import Adapters, Executor
 from quire.kernels.memory import DeviceMemory
 from quire.step import KVCacheSpec, PendingOutput, SchedulerOutput
@@ -51,7 +52,7 @@ class RankedStore:
 
 def _worst(results: dict[int, Any]) -> Any:
     """Return an error if a rank has one, else the result of rank 0."""
-    failed = [result for result in results.values() if isinstance(result, str) or getattr(result, "error", None)]
+    failed = [result for result in results.values() if isinstance(result, ErrorData) or getattr(result, "error", None)]
     return failed[0] if failed else results[0]
 
 

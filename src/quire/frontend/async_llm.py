@@ -609,7 +609,7 @@ class AsyncLLM:
         if answer is None or answer.done():
             return  # whoever called does not wait any more
         if result.error is not None:
-            answer.set_exception(QuireError(result.error))
+            answer.set_exception(result.error.exception())
         else:
             answer.set_result(result.value or {})
 

@@ -25,7 +25,7 @@ import msgspec
 
 from quire import logs
 from quire.child_process import start_module
-from quire.errors import OverloadedError, QuireError, RequestError
+from quire.errors import ErrorData, OverloadedError, QuireError, RequestError
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.structured_outputs import StructuredOutputParams
@@ -38,7 +38,6 @@ MAX_PROCESSES = 2
 QUEUE_TIMEOUT = 8.0  # seconds that a job waits for one of them
 CACHE_BYTES = 16 << 20
 MEMORY = 1 << 30  # bytes of address space of a child; about 200 MiB of it are the interpreter and its libraries
-INTERNAL_ERROR = "internal_error"  # the code of faults of ours
 
 
 class StructuredOutputJob(msgspec.Struct, tag=True, frozen=True):
@@ -60,26 +59,22 @@ Job = StructuredOutputJob | MessageJob
 
 
 class CompileResult(msgspec.Struct):
-    """A grammar (None: nothing is constrained), or an error, by its parts; a `transient` one is not cached."""
+    """A grammar (None: nothing is constrained), or an error; a `transient` one is not cached."""
 
     grammar: str | None = None
-    error: str | None = None
-    param: str | None = None
-    code: str | None = None
+    error: ErrorData | None = None
     transient: bool = False
 
     def unwrap(self) -> str | None:
         """Return the grammar, or raise the error."""
-        if self.code == INTERNAL_ERROR:
-            raise QuireError(self.error or "compiling a grammar failed")
         if self.error is not None:
-            raise RequestError(self.error, param=self.param or "structured_outputs", code=self.code)
+            raise self.error.exception()
         return self.grammar
 
     @property
     def num_bytes(self) -> int:
         """About how much memory it takes."""
-        return len(self.grammar or "") + len(self.error or "") + 256
+        return len(self.grammar or "") + (0 if self.error is None else len(self.error.message)) + 256
 
 
 _encode_job = msgspec.json.Encoder().encode  # keeps the order of keys, and integers of any size, as schemas have them
@@ -141,7 +136,7 @@ class GrammarCompiler:
             raise
         with self._lock:
             future.set_result(result)
-            if result.code == INTERNAL_ERROR or result.transient:
+            if result.transient or (result.error is not None and not result.error.refused):
                 del self._results[key]
             else:
                 self._cached_bytes += result.num_bytes
@@ -171,7 +166,7 @@ class GrammarCompiler:
                 result = process.compile(data, self._timeout)
         except (_TimeoutError, _ProcessDiedError) as error:
             logger.warning("compiling a grammar takes %s; it was stopped", error)
-            return CompileResult(error=f"compiling it takes {error}", code="grammar_too_complex", transient=True)
+            return CompileResult(error=_too_complex(f"compiling it takes {error}"), transient=True)
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
@@ -259,6 +254,10 @@ def _key(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
+def _too_complex(message: str) -> ErrorData:
+    return ErrorData("RequestError", message, "structured_outputs", "grammar_too_complex")
+
+
 # ---- the child process ----
 
 
@@ -277,14 +276,15 @@ def compile_job(job: Job) -> CompileResult:
         grammar = MessageFormat(calls, reasoning, job.message_spec.special_tokens).grammar(job.message_spec)
         return CompileResult(None if grammar is None else checked(grammar))
     except RequestError as error:
-        return CompileResult(error=error.message, param=error.param, code=error.code)
+        error.param = error.param or "structured_outputs"
+        return CompileResult(error=ErrorData.of(error))
     except RecursionError:
-        return CompileResult(error="it is nested too deeply", code="grammar_too_complex")
+        return CompileResult(error=_too_complex("it is nested too deeply"))
     except MemoryError:
-        return CompileResult(error="compiling it takes too much memory", code="grammar_too_complex")
+        return CompileResult(error=_too_complex("compiling it takes too much memory"))
     except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the request
         logger.exception("compiling a grammar failed")
-        return CompileResult(error=f"compiling a grammar failed: {type(error).__name__}", code=INTERNAL_ERROR)
+        return CompileResult(error=ErrorData("QuireError", f"compiling a grammar failed: {type(error).__name__}"))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest, ResumedSequence
-from quire.errors import GenerationError, QuireError, RequestError
+from quire.errors import ErrorData, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.replay import REST, remaining
 from quire.frontend.stats import FinishedRequest, StatListener
@@ -32,7 +32,6 @@ from quire.outputs import (
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.step import BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
-from quire.structured.lark import GRAMMAR_FAILED, error_code
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,8 @@ class _Completion:
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
         if self.finish_reason == "error":
-            self.error = _error_of(output)
+            failed = output.error or ErrorData("GenerationError", "the engine failed on this request")
+            self.error = failed.exception()
         return found
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -482,8 +482,8 @@ class OutputProcessor:
             if not output.new_token_ids and output.finish_reason is None:
                 continue  # a part of a prompt
             if output.error is not None and not any(item.error for item in state.completions):
-                level = logging.WARNING if output.refused else logging.ERROR
-                logger.log(level, "request %s failed in the engine: %s", state.request_id, output.error)
+                level = logging.WARNING if output.error.refused else logging.ERROR
+                logger.log(level, "request %s failed in the engine: %s", state.request_id, output.error.message)
             if output.pooled is not None:
                 state.pooled = output.pooled
             if output.new_token_ids or output.beams or output.pooled:
@@ -642,15 +642,6 @@ def _unscored(params: SamplingParams) -> list[TokenLogprobs | None] | FlatLogpro
     for _ in range(count):
         flat.add([], [], [], [])
     return flat
-
-
-def _error_of(output: SequenceOutput) -> QuireError:
-    message = output.error or "the engine failed on this request"
-    if not output.refused:
-        return GenerationError(message)
-    structured = message.startswith("structured output")
-    code = error_code(message) if message.startswith(GRAMMAR_FAILED) else "request_refused"
-    return RequestError(message, param="structured_outputs" if structured else None, code=code)
 
 
 def beam_search_output(

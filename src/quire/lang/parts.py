@@ -20,6 +20,7 @@ RESERVED = frozenset(
         "n",
         "best_of",
         "logprobs",
+        "logprob_token_ids",
         "prompt_logprobs",
         "truncate_prompt_tokens",
         "structured_outputs",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from quire.errors import QuireError, RequestError
-from quire.structured.lark import first_line, parser_limits
+from quire.errors import ErrorData, QuireError, RequestError
+from quire.structured.lark import first_line, grammar_failed, parser_limits
 from quire.tokenizer.tokenizer import Tokenizer
 
 # Bounds on cached grammars without users: compiled ones are many times as long as their text, and a short one may have
@@ -46,7 +46,7 @@ class GrammarVocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         if tokenizer.pieces is None:
-            raise RequestError(NO_BYTES, code="unsupported_tokenizer")
+            raise RequestError(NO_BYTES, param="structured_outputs", code="unsupported_tokenizer")
         self._tokenizer = tokenizer
         self._anchor = tokenizer.encode_segments([ANCHOR])
         special = tokenizer.special_ids
@@ -114,7 +114,7 @@ class _Entry:
 
     num_users: int = 0
     matcher: LLMatcher | None = None
-    error: str | None = None
+    error: ErrorData | None = None
 
     @property
     def ready(self) -> bool:
@@ -182,9 +182,9 @@ class GrammarStore:
                 entry.num_users -= 1
                 self._shrink()
 
-    def poll(self, wait: float = 0.0) -> dict[str, str | None]:
+    def poll(self, wait: float = 0.0) -> dict[str, ErrorData | None]:
         """Return the grammars that became ready, each with its error or None; with none, wait up to `wait` seconds."""
-        finished: dict[str, str | None] = {}
+        finished: dict[str, ErrorData | None] = {}
         try:
             while True:
                 grammar = self._done.get(block=wait > 0 and not finished, timeout=wait or None)
@@ -206,8 +206,8 @@ class GrammarStore:
             matcher = None if entry is None else entry.matcher
         if matcher is None:
             compiled = self._compile(grammar)
-            if isinstance(compiled, str):
-                raise RequestError(compiled, param="structured_outputs", code="invalid_grammar")
+            if isinstance(compiled, ErrorData):
+                raise compiled.exception()
             return compiled
         return matcher.deep_copy()
 
@@ -238,21 +238,22 @@ class GrammarStore:
                     entry = None
             if entry is None or entry.ready:
                 continue
+            compiled: LLMatcher | ErrorData
             try:
                 compiled = self._compile(grammar)
             except QuireError as error:
-                compiled = error.message
+                compiled = ErrorData.of(error)
             except BaseException as error:  # thread boundary; panics of Rust are no Exception
-                compiled = f"the grammar could not be compiled: {type(error).__name__}"
+                compiled = grammar_failed(f"the grammar could not be compiled: {type(error).__name__}")
             with self._lock:
-                if isinstance(compiled, str):
+                if isinstance(compiled, ErrorData):
                     entry.error = compiled
                 else:
                     entry.matcher = compiled
                 self._shrink()
             self._done.put(grammar)
 
-    def _compile(self, grammar: str) -> LLMatcher | str:
+    def _compile(self, grammar: str) -> LLMatcher | ErrorData:
         """Return a new matcher, or the grammar's error. Raises `QuireError` without a suitable tokenizer."""
         with self._loading:
             if self._tokenizer is None:
@@ -262,14 +263,14 @@ class GrammarStore:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # shared by all copies, and finds grammars without any text
-        return first_line(matcher.get_error()) if matcher.is_error() else matcher
+        return grammar_failed(first_line(matcher.get_error())) if matcher.is_error() else matcher
 
     def _read_vocabulary(self) -> GrammarVocabulary:
         try:
             tokenizer = self._load_tokenizer()
         except QuireError as error:
             logger.warning("no structured output: %s", error.message)
-            raise RequestError(NO_TOKENIZER, code="unsupported_tokenizer") from None
+            raise RequestError(NO_TOKENIZER, param="structured_outputs", code="unsupported_tokenizer") from None
         ids = self._eos_token_ids
         if not ids and tokenizer.eos_token_id is not None:
             ids = (tokenizer.eos_token_id,)

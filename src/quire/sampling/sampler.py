@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.errors import ErrorData, GenerationError
 from quire.kernels.backend import Array, Backend, Penalties, TopLogprobs
 from quire.sampling.metadata import Bitmask, SamplingMetadata, SequenceState
 from quire.sampling.penalties import TokenCounts
@@ -27,9 +28,17 @@ from quire.sampling.truncation import MirostatUpdate, truncate
 from quire.step import TokenTopLogprobs
 
 MAX_HOST_LOGITS = 2**22  # that steps 3 and 4 process at a time, which bounds their memory
-NO_TOKEN_LEFT = "the options of the request, taken together, leave no token that may come next"
-NO_TOKEN_IN_GRAMMAR = "structured output and the other options of the request leave no token that may come next"
-REQUEST_ERRORS = (NO_TOKEN_LEFT, NO_TOKEN_IN_GRAMMAR)  # faults of the request; others are those of a plug-in
+NO_TOKEN_LEFT = ErrorData(
+    "RequestError",
+    "the options of the request, taken together, leave no token that may come next",
+    code="request_refused",
+)
+NO_TOKEN_IN_GRAMMAR = ErrorData(
+    "RequestError",
+    "structured output and the other options of the request leave no token that may come next",
+    param="structured_outputs",
+    code="request_refused",
+)
 
 
 @dataclass(slots=True)
@@ -42,7 +51,7 @@ class SamplerOutput:
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenTopLogprobs] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, ErrorData] = field(default_factory=dict)
 
 
 class Sampler:
@@ -100,7 +109,7 @@ class Sampler:
 
     def _process_logits(
         self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState]]
-    ) -> dict[int, str]:
+    ) -> dict[int, ErrorData]:
         """Do step 2, without the bitmask, on `rows`; return errors by row."""
         masked = [(r, state.allowed) for r, state in rows if state.allowed is not None]
         if masked:
@@ -163,15 +172,15 @@ class Sampler:
 
     def _run_processors(
         self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState]]
-    ) -> dict[int, str]:
+    ) -> dict[int, ErrorData]:
         """Run logits processors; return the messages of those that failed, by row."""
-        errors: dict[int, str] = {}
+        errors: dict[int, ErrorData] = {}
         for r, state in rows:
             if state.processors is not None:
                 try:
                     values = state.processors.apply(batch.output_ids[r], self._to_host(logits, _ids([r]))[0])
                 except ProcessorError as error:
-                    errors[r] = str(error)
+                    errors[r] = ErrorData.of(GenerationError(str(error)))
                 else:
                     self.backend.put_rows(logits, _ids([r]), values[None])
         return errors
@@ -264,7 +273,7 @@ class PendingSample:
     """
 
     fetched: Callable[[], np.ndarray]
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, ErrorData] = field(default_factory=dict)
     bitmask: Bitmask | None = None
     updates: Sequence[MirostatUpdate] = ()
     drawn: Callable[[], np.ndarray] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from quire.errors import ErrorData
 from quire.kvcache.manager import UNCHANGED, KVCacheManager
 from quire.kvcache.prefix_cache import PrefixHit
 from quire.scheduler.in_flight import InFlight
@@ -429,13 +430,13 @@ class Admission:
     def finish_infeasible(self, request: Request, num_more: int) -> None:
         """End a request whose sequences, side by side, do not fit even alone; they would need `num_more` blocks."""
         needed = self.kv.num_allocated_blocks(request.sequences) + num_more
-        self.requests.finish(
-            request,
-            RequestStatus.FINISHED_IGNORED,
+        message = (
             f"the {request.num_sequences} sequences of this request need {needed} KV blocks side by side, but "
             f"the whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer "
-            f"sequences or tokens; --num-gpu-blocks-override {needed} lets them go on",
+            f"sequences or tokens; --num-gpu-blocks-override {needed} lets them go on"
         )
+        error = ErrorData("RequestError", message, code="request_refused")
+        self.requests.finish(request, RequestStatus.FINISHED_IGNORED, error)
 
     def has_room_ahead(self) -> bool:
         """Whether every running sequence has blocks for a further step, beside those in flight.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 
-from quire.errors import QuireError, RequestError, echo
+from quire.errors import ErrorData, QuireError, RequestError, echo
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.policy import Policy
 from quire.scheduler.queue import BY_ORDER, RequestQueue
@@ -88,10 +88,10 @@ class LiveRequests:
             self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
         self.waiting.push(request)
 
-    def refuse(self, request: Request, error: str) -> None:
+    def refuse(self, request: Request, error: ErrorData) -> None:
         """Answer a request that was not added with an error."""
         request.transition(RequestStatus.FINISHED_IGNORED)
-        self._output_errors(request.engine_request.sequence_ids, error, refused=True)
+        self._output_errors(request.engine_request.sequence_ids, error)
 
     def admit(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
@@ -145,7 +145,7 @@ class LiveRequests:
         if request.status is RequestStatus.RUNNING:
             self.num_reserved_slots -= 1
 
-    def finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+    def finish(self, request: Request, status: RequestStatus, error: ErrorData | None = None) -> None:
         """End `request` and free all it has; with `error` that is the output of each of its sequences."""
         self._leave_queue(request)
         if error is not None:
@@ -154,7 +154,7 @@ class LiveRequests:
                 names = [request.request_id]
             elif not request.is_forked:
                 names = [name for name in request.engine_request.sequence_ids if name not in request.aborted_ids]
-            self._output_errors(names, error, refused=status is RequestStatus.FINISHED_IGNORED)
+            self._output_errors(names, error)
         if request.beam is not None and not request.num_output_tokens:  # it has ended before its search
             request.num_output_tokens = sum(sequence.num_output_tokens for sequence in request.sequences)
         for sequence in request.sequences:
@@ -204,9 +204,9 @@ class LiveRequests:
         self.forks = kept
         return was_on_worker
 
-    def _output_errors(self, sequence_ids: Iterable[str], error: str, *, refused: bool) -> None:
+    def _output_errors(self, sequence_ids: Iterable[str], error: ErrorData) -> None:
         for name in sequence_ids:
-            self.outputs.append(SequenceOutput(name, [], finish_reason="error", error=error, refused=refused))
+            self.outputs.append(SequenceOutput(name, [], finish_reason="error", error=error))
 
     def check_integrity(self, max_num_seqs: int) -> None:
         """Raise `QuireError` if a request is not where its status says, or sequences were miscounted."""

@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
-from quire.errors import QuireError
+from quire.errors import ErrorData, QuireError
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.admission import Admission, PlanBuilder
 from quire.scheduler.beam import BeamSearch, place
@@ -83,7 +83,7 @@ class Scheduler:
         self.requests.check_ids(request)
         problem = self.planner.refusal(request)
         if problem is not None:
-            self.requests.refuse(request, problem)
+            self.requests.refuse(request, ErrorData("RequestError", problem, code="request_refused"))
             return
         request.max_total_tokens = min(
             request.num_prompt_tokens + request.engine_request.max_tokens, self.admission.length_limit
@@ -229,7 +229,7 @@ class Scheduler:
         """
         request, sequence_id = sequence.request, sequence.sequence_id
         if output.errors and sequence_id in output.errors:
-            self._fail(sequence, output.errors[sequence_id], outputs, refused=sequence_id in output.refused)
+            self._fail(sequence, output.errors[sequence_id], outputs)
             return
         if not request.samples_tokens:
             if max_sampled and request.beam is not None:
@@ -309,12 +309,12 @@ class Scheduler:
         outputs.append(entry)
         self.requests.finish_sequence(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput], *, refused: bool) -> None:
+    def _fail(self, sequence: Sequence, error: ErrorData, outputs: list[SequenceOutput]) -> None:
         """End `sequence`, and all that depends on it, with an error.
 
-        If its request is not `refused`, its logits were not finite, and its KV may be bad: it leaves the prefix cache.
+        If its request is not at fault, its logits were not finite, and its KV may be bad: it leaves the prefix cache.
         """
-        request = sequence.request
+        request, refused = sequence.request, error.refused
         if not refused and request.status is not RequestStatus.RUNNING:
             self.kv.reset_prefix_cache()  # its blocks were given back with their hashes when it was preempted
         if request.beam is not None or not request.is_forked:
@@ -324,7 +324,7 @@ class Scheduler:
             self.requests.finish(request, status, error)
             return
         entry = self._output(sequence, "error")
-        entry.error, entry.refused = error, refused
+        entry.error = error
         outputs.append(entry)
         self.requests.finish_sequence(sequence, corrupt=not refused)
 

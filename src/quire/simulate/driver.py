@@ -172,7 +172,7 @@ def drive(
             if output.finish_reason is not None:
                 record.finish = now
                 record.num_preemptions = output.num_preemptions
-                record.error = output.error
+                record.error = None if output.error is None else output.error.message
         if num_idle > MAX_IDLE_STEPS:
             if next_index == len(requests):
                 raise QuireError(f"the scheduler does nothing at {now:.6f} s: {result.stats}")

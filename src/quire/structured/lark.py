@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from quire.errors import RequestError, echo
+from quire.errors import ErrorData, RequestError, echo
 from quire.structured.builder import GrammarBuilder
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ STEP_MAX_ITEMS = 50_000
 MAX_GRAMMAR_SYMBOLS = 500_000
 
 MAX_ERROR_CHARS = 500
-GRAMMAR_FAILED = "structured output failed: "  # begins the message of an error of a grammar in the engine
 _LIMIT_WORDS = ("too large", "too big", "too many", "too deeply", "fuel", "max is")  # in its errors
 
 
@@ -63,6 +62,12 @@ def error_code(problem: str) -> str:
     """Return the code of an error of llguidance: "grammar_too_complex" or "invalid_grammar"."""
     said = problem.lower()
     return "grammar_too_complex" if any(words in said for words in _LIMIT_WORDS) else "invalid_grammar"
+
+
+def grammar_failed(problem: str) -> ErrorData:
+    """Return the error of a request whose grammar fails in the engine, with what llguidance says about it."""
+    message = f"structured output failed: {problem}"
+    return ErrorData("RequestError", message, "structured_outputs", error_code(problem))
 
 
 def problem_of(grammar: str) -> str:

@@ -17,12 +17,13 @@ from typing import Protocol
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
+from quire.errors import ErrorData
 from quire.kernels.backend import Array, Backend, TopLogprobs
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.metadata import Bitmask
 from quire.sampling.thinking import ThinkingBudget
 from quire.step import ModelOutput, NewSequenceData
-from quire.structured.lark import GRAMMAR_FAILED, first_line
+from quire.structured.lark import first_line, grammar_failed
 
 MAX_THREADS = 8  # they run beside the model, which has use for all cores
 
@@ -125,11 +126,11 @@ class Guide:
                 self.thinking.accept(token_id)
 
     @property
-    def error(self) -> str | None:
+    def error(self) -> ErrorData | None:
         """Why the grammar cannot go on, or None."""
         if self.matcher is None or not self.matcher.is_error():
             return None
-        return f"{GRAMMAR_FAILED}{first_line(self.matcher.get_error())}"
+        return grammar_failed(first_line(self.matcher.get_error()))
 
     @property
     def complete(self) -> bool:
@@ -255,7 +256,7 @@ class Guidance:
                 matchers.append((guide.matcher, index))
         self._writer.start(matchers)
 
-    def finish(self, rows: np.ndarray, batch: Rows) -> dict[int, str]:
+    def finish(self, rows: np.ndarray, batch: Rows) -> dict[int, ErrorData]:
         """Wait for the bitmasks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
         self._writer.wait()
         bits = self._writer.bits[: len(self._index_of)]
@@ -263,7 +264,7 @@ class Guidance:
         self._end_ids = np.full(len(bits), -1, dtype=np.int64)
         for token_id in all_end_ids[:1]:
             self._end_ids[_has(bits, token_id)] = token_id
-        errors: dict[int, str] = {}
+        errors: dict[int, ErrorData] = {}
         for index, row in enumerate(rows.tolist()):
             guide = batch.guides.get(row)
             if guide is None or guide.matcher is None:
@@ -305,7 +306,6 @@ class Guidance:
             error = guide.error
             if error is not None:
                 output.errors[sequence_id] = error
-                output.refused.append(sequence_id)
             elif guide.complete:
                 output.completed.append(sequence_id)
 

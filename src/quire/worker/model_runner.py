@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.errors import ErrorData, GenerationError
 from quire.kernels.backend import Array, Backend, DeviceTokens, KVCache, LayerCache, LayerwiseOffload
 from quire.lora.store import AdapterStore
 from quire.models.interface import Model
@@ -18,7 +19,7 @@ from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.metadata import Bitmask
 from quire.sampling.processors import LogitsProcessorFactory
-from quire.sampling.sampler import REQUEST_ERRORS, PendingSample, Sampler, SamplerOutput, pack_logprobs
+from quire.sampling.sampler import PendingSample, Sampler, SamplerOutput, pack_logprobs
 from quire.step import (
     CompletedOutput,
     ForkData,
@@ -36,7 +37,7 @@ from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.pooler import Pooler
 from quire.worker.transfers import BlockTransfers
 
-NOT_FINITE = "the model produced logits that are not finite"
+NOT_FINITE = ErrorData.of(GenerationError("the model produced logits that are not finite"))
 
 
 @dataclass(slots=True)
@@ -331,7 +332,7 @@ class ModelRunner:
             rows = self._with_forks(rows, forks)
         if batch.guides:
             for index, error in self.guidance.finish(rows.rows, batch).items():
-                _refuse(output, rows.sequence_ids[index], error)
+                output.errors[rows.sequence_ids[index]] = error
         if batch.num_candidates:
             rows = self._without_beams(rows, output)
         if rows.sequence_ids:
@@ -454,9 +455,7 @@ class ModelRunner:
                 output.sampled_token_ids[sequence_id].append(token)
             elif token < 0 or index in sampled.errors or sequence_id in output.errors:
                 confirmed = False
-                if sequence_id not in output.errors:
-                    error = sampled.errors.get(index, NOT_FINITE)
-                    _refuse(output, sequence_id, error, at_fault=error in REQUEST_ERRORS)
+                output.errors.setdefault(sequence_id, sampled.errors.get(index, NOT_FINITE))
                 continue
             else:
                 confirmed = True
@@ -514,10 +513,3 @@ class ModelRunner:
             top = self.backend.top_logprobs(logits, self.backend.from_numpy(piece), k).fetch(self.backend)()
             scores.extend(pack_logprobs(top, row, k) for row in range(len(piece)))
         return scores
-
-
-def _refuse(output: ModelOutput, sequence_id: str, error: str, *, at_fault: bool = True) -> None:
-    """Set the error of a sequence, and whether its request is at fault."""
-    output.errors[sequence_id] = error
-    if at_fault:
-        output.refused.append(sequence_id)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.checkpoint.pooling_spec import PoolingSpec
+from quire.errors import ErrorData, GenerationError
 from quire.kernels.backend import Array, Backend
 from quire.pooling_params import PoolingParams
 from quire.step import ModelOutput, NewSequenceData, PooledData, SchedulerOutput
@@ -153,7 +154,7 @@ class Pooler:
         if np.isfinite(result).all():
             output.pooled[name] = PooledData(np.ascontiguousarray(result, "<f4").tobytes(), list(result.shape))
         else:
-            output.errors[name] = "the model produced a vector that is not finite"
+            output.errors[name] = ErrorData.of(GenerationError("the model produced a vector that is not finite"))
 
 
 def finish(values: np.ndarray, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:
