@@ -127,6 +127,7 @@ def test_names_that_nothing_has_are_refused_with_those_there_are(rig: Rig) -> No
     [
         (lambda: gen("x", temprature=1), "temprature"),
         (lambda: gen("x", n=2), "n"),
+        (lambda: gen("x", logprob_token_ids=[3]), "logprob_token_ids"),
         (lambda: gen("x", temperature=-1), "temperature"),
         (lambda: gen("x", max_tokens=0), "max_tokens"),
         (lambda: gen(""), "name"),
