@@ -38,6 +38,12 @@ def echo(value: Any) -> str:
     return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 200 characters, or the name of its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 class QuireError(Exception):
     """Base of all errors raised on purpose.
 

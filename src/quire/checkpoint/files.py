@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -127,26 +127,14 @@ class Fields:
 
     def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 0, high: int = 2**31 - 1) -> int:
         """An integer within [low, high]."""
-        value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(key, f"an integer from {low} to {high}")
-        return value
+        expected = f"an integer from {low} to {high}"
+        return self._value(key, default, expected, lambda value: type(value) is int and low <= value <= high)
 
     def number(self, key: str, default: Any = _REQUIRED, *, above: float = 0.0) -> float:
         """A finite number larger than `above`."""
-        value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
-            return default
         expected = f"a number above {above:g}" if above > -math.inf else "a number"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, expected)
-        if isinstance(value, int) and value.bit_length() > 1000:
-            raise self.error(key, expected)
-        if not math.isfinite(value) or value <= above:
-            raise self.error(key, expected)
-        return float(value)
+        found: Any = self._value(key, default, expected, lambda value: _is_finite(value) and value > above)
+        return found if found is None else float(found)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` finite numbers above 0."""
@@ -158,21 +146,11 @@ class Fields:
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
         """True or false."""
-        value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
+        return self._value(key, default, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
         """A string."""
-        value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
-            return default
-        if not isinstance(value, str):
-            raise self.error(key, "a string")
-        return value
+        return self._value(key, default, "a string", lambda value: isinstance(value, str))
 
     def choice(self, key: str, choices: Iterable[str], default: Any = _REQUIRED) -> str:
         """One of some strings."""
@@ -207,8 +185,22 @@ class Fields:
             raise self.error(key, "an object")
         return Fields(value, self.path, self._name(key))
 
+    def _value(self, key: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+        value = self.values.get(key)
+        if value is None and default is not _REQUIRED:
+            return default
+        if not is_valid(value):
+            raise self.error(key, expected)
+        return value
+
     def _name(self, key: str) -> str:
         return f"{self.within}.{key}" if self.within else key
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value.bit_length() <= 1000 if isinstance(value, int) else math.isfinite(value)
 
 
 @contextlib.contextmanager

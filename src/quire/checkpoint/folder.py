@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from quire.checkpoint.gguf.source import is_gguf
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, first_line
 
 DEMO_MODEL = "quire-demo"
 
@@ -177,10 +177,8 @@ def _download(
     return Path(folder)
 
 
-def _reason(error: Exception) -> str:
-    """First line of what lies at the root of an error."""
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    lines = str(root).strip().splitlines()
-    return lines[0] if lines else type(root).__name__
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error at the end of a chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

@@ -18,7 +18,7 @@ import numpy as np
 from quire.checkpoint.files import parse_json_object, replacing
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import MappedFile
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.tensor import HostTensor, meta_tensor
 from quire.errors import ModelError
 
 PACKED_FILE = "model.quire"
@@ -116,4 +116,4 @@ class PackedNames:
 
     def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
         """Return a tensor of this shape without memory."""
-        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+        return meta_tensor(shape)

@@ -18,7 +18,7 @@ from quire.checkpoint.files import regular_file_size
 from quire.checkpoint.safetensors import HEADER_DTYPES, PICKLE_SUFFIXES, read_index
 from quire.checkpoint.tensor import HostTensor
 from quire.checkpoint.weights import Checkpoint, StoredTensor
-from quire.errors import ModelError
+from quire.errors import ModelError, first_line
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -39,7 +39,7 @@ def open_pickles(folder: Path) -> Checkpoint:
             dtype = _dtype(tensor)
             header = HEADER_DTYPES.get(dtype, dtype)
             size = tensor.numel() * tensor.element_size()
-            checkpoint.add(name, StoredTensor(path, header, tuple(tensor.shape), size, partial(_read, tensor)))
+            checkpoint.add(name, StoredTensor(path, header, tuple(tensor.shape), size, partial(host_tensor, tensor)))
     return checkpoint
 
 
@@ -48,8 +48,8 @@ def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.").removesuffix("fn")
 
 
-def _read(tensor: Any) -> HostTensor:
-    """Return a tensor of torch, a view of the mapped file where torch has mapped it."""
+def host_tensor(tensor: Any) -> HostTensor:
+    """Return a torch tensor as a `HostTensor` that shares its memory, unless it is not contiguous."""
     import torch
 
     tensor = tensor.detach().contiguous()
@@ -85,10 +85,7 @@ def _load(path: Path) -> dict[str, Any]:
     except UnpicklingError:
         raise ModelError(f"{path}: holds more than tensors, or is damaged; nothing of it was run") from None
     except (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        lines = str(error).strip().splitlines()
-        raise ModelError(
-            f"{path}: torch cannot read it ({lines[0][:200] if lines else type(error).__name__})"
-        ) from None
+        raise ModelError(f"{path}: torch cannot read it ({first_line(error)})") from None
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]

@@ -213,7 +213,12 @@ class TransposedTensor(QuantizedTensor):
         return self.inner.count_nonfinite()
 
 
-class SketchedTensor(QuantizedTensor):
+def meta_tensor(shape: tuple[int, ...]) -> HostTensor:
+    """Return a float32 tensor that has a shape and takes no memory; its values are arbitrary."""
+    return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+
+
+class MetaTensor(QuantizedTensor):
     """The shape and layout of a quantized weight, for a dry run; its values are arbitrary."""
 
     def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
@@ -229,24 +234,24 @@ class SketchedTensor(QuantizedTensor):
         return self._layout
 
     def matrix(self, index: int) -> Tensor:
-        return SketchedTensor(self._shape[1:], self._layout)
+        return MetaTensor(self._shape[1:], self._layout)
 
     def alternate(self, start: int) -> Tensor:
-        return SketchedTensor((len(range(start, self._shape[0], 2)), *self._shape[1:]), self._layout)
+        return MetaTensor((len(range(start, self._shape[0], 2)), *self._shape[1:]), self._layout)
 
     def transposed(self) -> Tensor:
         """See `QuantizedTensor`; the layout is that of the matrix that a layer packs."""
-        return SketchedTensor(self._shape[::-1], self._layout)
+        return MetaTensor(self._shape[::-1], self._layout)
 
-    def rows(self, start: int, stop: int) -> SketchedTensor:
+    def rows(self, start: int, stop: int) -> MetaTensor:
         stop = min(stop, self._shape[0])
-        return SketchedTensor((max(0, stop - start), *self._shape[1:]), self._layout)
+        return MetaTensor((max(0, stop - start), *self._shape[1:]), self._layout)
 
     def columns(self, start: int, stop: int) -> Tensor:
         shape = (*self._shape[:-1], stop - start)
         if shape == self._shape or fits_groups(self._layout, start, stop):
-            return SketchedTensor(shape, self._layout)
-        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+            return MetaTensor(shape, self._layout)
+        return meta_tensor(shape)
 
     def to_float32(self) -> np.ndarray:
         return np.broadcast_to(np.float32(0), self._shape)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, first_line
 
 FALLBACK = "TransformersForCausalLM"
 EXTRA = "pip install 'quire[transformers]'"
@@ -60,7 +60,7 @@ def transformers_config(folder: Path, config: Mapping[str, Any], *, generates: b
     try:
         found = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: transformers {version} cannot read it: {_line(error)}") from None
+        raise ModelError(f"{path}: transformers {version} cannot read it: {first_line(error)}") from None
     if generates and type(found) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{path}: model_type {echo(model_type)}: transformers {version} has no causal language model of it"
@@ -107,9 +107,3 @@ def transformers_sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
         "hidden_act": str(getattr(text, "hidden_act", "silu")),
         "layer_windows": tuple(window if kind == "sliding_attention" else None for kind in types),
     }
-
-
-def _line(error: Exception) -> str:
-    """First line of an error."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -18,7 +18,15 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor, SketchedTensor, Tensor, count_nonfinite
+from quire.checkpoint.tensor import (
+    HostTensor,
+    Layout,
+    MetaTensor,
+    QuantizedTensor,
+    Tensor,
+    count_nonfinite,
+    meta_tensor,
+)
 from quire.errors import ModelError, echo
 
 logger = logging.getLogger(__name__)
@@ -126,9 +134,7 @@ class DryRunWeights:
         """Note the request; the tensor returned has the right shape, takes no memory, and has arbitrary values."""
         self._requested[name] = shape
         layout = self._tensors[name].layout if name in self._tensors else None
-        if layout is not None:
-            return SketchedTensor(shape, layout)
-        return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+        return meta_tensor(shape) if layout is None else MetaTensor(shape, layout)
 
     @property
     def names(self) -> list[str]:

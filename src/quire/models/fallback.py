@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.checkpoint.tensor import HostTensor
+from quire.checkpoint.pickled import host_tensor
+from quire.checkpoint.tensor import meta_tensor
 from quire.checkpoint.transformers_config import transformers_config
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights
-from quire.errors import ConfigError, ModelError, echo
+from quire.errors import ConfigError, ModelError, echo, first_line
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.attention import take_rows
 from quire.layers.builder import Builder, share_of, span_of
@@ -117,7 +118,7 @@ class TransformersForCausalLM:
                     trust_remote_code=False,
                 )
             except (OSError, ValueError, RuntimeError) as error:
-                raise ModelError(f"{self.info.path}: {str(error).splitlines()[0]}") from None
+                raise ModelError(f"{self.info.path}: {first_line(error)}") from None
         model = model.eval()
         tied, head = self._pack_tables(model, torch)
         for parent, name, full, linear in named_modules(model, torch.nn.Linear):
@@ -166,10 +167,12 @@ class TransformersForCausalLM:
             for _, _, _, module in named_modules(skeleton, kind):
                 if id(module.weight) not in packed:
                     is_table = module in (table, head)
-                    packed[id(module.weight)] = self.backend.pack_linear([_empty(module.weight)], table=is_table)
+                    packed[id(module.weight)] = self.backend.pack_linear(
+                        [meta_tensor(module.weight.shape)], table=is_table
+                    )
         for parameter in skeleton.parameters():
             if id(parameter) not in packed:
-                self.backend.vector(_empty(parameter))
+                self.backend.vector(meta_tensor(parameter.shape))
         hidden = self.info.hidden_size
         linears = [module for _, _, _, module in named_modules(skeleton, torch.nn.Linear) if module is not head]
         wide = max((at for at in linears if at.in_features == hidden), key=lambda at: at.out_features, default=head)
@@ -272,21 +275,6 @@ def _pass_through(torch: Any) -> Any:
             return States(inputs_embeds)
 
     return PassThrough()
-
-
-def _empty(parameter: Any) -> HostTensor:
-    """Return a tensor of the parameter's shape that takes no memory."""
-    return HostTensor(np.broadcast_to(np.float32(0), tuple(parameter.shape)), "float32")
-
-
-def host_tensor(tensor: Any) -> HostTensor:
-    """Return a torch tensor as a `HostTensor` that shares its memory."""
-    import torch
-
-    flat = tensor.detach()
-    if flat.dtype == torch.bfloat16:
-        return HostTensor(flat.contiguous().view(torch.int16).numpy().view(np.uint16), "bfloat16")
-    return HostTensor(flat.contiguous().numpy(), str(flat.dtype).removeprefix("torch."))
 
 
 def to_torch(array: Array) -> Any:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.checkpoint.files import Fields
 from quire.checkpoint.gguf.reader import GGUFFile
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +253,4 @@ def build(make: Callable[[], Built], problem: str) -> Built:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # it raises plain Exception, and its panics are not even that
-        lines = str(error).strip().splitlines()
-        reason = lines[0][:200] if lines else type(error).__name__
-        raise ModelError(f"{problem} ({reason})") from None
+        raise ModelError(f"{problem} ({first_line(error)})") from None

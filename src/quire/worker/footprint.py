@@ -18,7 +18,7 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import RESIDENT_BYTES
 from quire.checkpoint.open import has_weights, open_weights
-from quire.checkpoint.tensor import HostTensor, Tensor
+from quire.checkpoint.tensor import Tensor, meta_tensor
 from quire.checkpoint.weights import Checkpoint, DryRunWeights, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
@@ -282,7 +282,7 @@ class _Shapes:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._made.get(shape)
         if tensor is None:
-            tensor = self._made[shape] = HostTensor(np.broadcast_to(np.float32(0), shape), "float32")
+            tensor = self._made[shape] = meta_tensor(shape)
         return tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,22 +16,24 @@ CHUNK_BYTES = 1 << 22  # of blocks that are taken apart in one go
 
 @dataclass(frozen=True)
 class GGUFTensor(QuantizedTensor):
-    """Rows and whole blocks of a stored matrix.
+    """Rows and columns of a stored matrix.
 
     Attributes:
         stored: uint8 [rows, blocks, bytes of a block], a view of the file.
         order: int64, which rows of `stored` these are, in order; None for all.
+        across: the columns of `stored` that these are; None for all. Some begin or end inside a block.
     """
 
     form: Format
     stored: np.ndarray
     order: np.ndarray | None = None
+    across: range | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[N, K]."""
         rows = len(self.stored) if self.order is None else len(self.order)
-        return rows, self.stored.shape[1] * self.form.size
+        return rows, self.stored.shape[1] * self.form.size if self.across is None else len(self.across)
 
     @property
     def layout(self) -> Layout | None:
@@ -49,20 +52,20 @@ class GGUFTensor(QuantizedTensor):
         return replace(self, order=order if self.order is None else self.order[order])
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """See `QuantizedTensor.columns`; plain numbers if that splits a block."""
-        size = self.form.size
+        """See `QuantizedTensor.columns`; the columns may split a block, not a group."""
         if (start, stop) == (0, self.shape[1]):
             return self
-        first, last = start // size, -(-stop // size)
-        part = replace(self, stored=self.stored[:, first:last])
-        if start % size == 0 and stop % size == 0:
-            return part
-        if fits_groups(self.layout, start, stop):
-            return _Within(part, start - first * size, stop - first * size)
-        return HostTensor(part.to_float32()[:, start - first * size : stop - first * size], "float32")
+        size, columns = self.form.size, (self.across or range(self.stored.shape[1] * self.form.size))[start:stop]
+        first, last = columns.start // size, -(-columns.stop // size)
+        part = replace(
+            self,
+            stored=self.stored[:, first:last],
+            across=range(columns.start - first * size, columns.stop - first * size),
+        )
+        return part if fits_groups(self.layout, start, stop) else HostTensor(part.to_float32(), "float32")
 
-    def decoded(self) -> Decoded:
-        """Return all blocks taken apart, each part [N, ...]."""
+    def _decoded(self) -> Decoded:
+        """Return all blocks taken apart, each part [N, ...], those columns of them included that are not asked for."""
         stored = self.stored if self.order is None else self.stored[self.order]
         assert self.form.decode is not None
         parts = self.form.decode(stored.reshape(-1, self.form.bytes))
@@ -70,40 +73,47 @@ class GGUFTensor(QuantizedTensor):
         values, scales = parts.values.reshape(rows, -1), parts.scales.reshape(rows, -1)
         return Decoded(values, scales, None if parts.minima is None else parts.minima.reshape(rows, -1))
 
-    def to_float32(self) -> np.ndarray:
-        out = np.empty(self.shape, np.float32)
+    def _chunks(self) -> Iterator[GGUFTensor]:
+        """Yield all rows, few enough at a time that their parts stay in the cache."""
         step = max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
-            values, scales, minima = self.rows(start, start + step).decoded()
-            block = out[start : start + step].reshape(*scales.shape, self.form.group)
+            yield self.rows(start, start + step)
+
+    def to_float32(self) -> np.ndarray:
+        whole, start = np.empty((self.shape[0], self.stored.shape[1] * self.form.size), np.float32), 0
+        for part in self._chunks():
+            values, scales, minima = part._decoded()
+            block = whole[start : start + len(values)].reshape(*scales.shape, self.form.group)
             np.subtract(values.reshape(block.shape), np.float32(self.form.middle), out=block)
             block *= scales[..., None]
             if minima is not None:
                 block -= minima[..., None]
-        return out
+            start += len(values)
+        return whole if self.across is None else whole[:, self.across.start : self.across.stop]
 
     def integers(self) -> Integers | None:
         """See `QuantizedTensor.integers`; a minimum is a zero point of minimum / scale, rounded to float32."""
-        values, scales, minima = self.decoded()
-        zeros = None
+        values, scales, minima = self._decoded()
+        group, zeros = self.form.group, None
+        if self.across is not None:
+            values = values[:, self.across.start : self.across.stop]
+            groups = slice(self.across.start // group, self.across.stop // group)
+            scales, minima = scales[:, groups], None if minima is None else minima[:, groups]
         if minima is not None:
             # Without a scale all weights of the group are the same, -minimum.
             flat = scales == 0
             if flat.any():
-                groups = values.reshape(*scales.shape, self.form.group)
-                groups[flat] = 0
+                values = np.where(np.repeat(flat, group, axis=1), values.dtype.type(0), values)
                 scales = np.where(flat, np.float32(1), scales)
             zeros = minima / scales
-        return Integers(self.form.bits, self.form.group, values, scales, zeros)
+        return Integers(self.form.bits, group, values, scales, zeros)
 
     def count_nonfinite(self) -> int:
-        found, step = 0, max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
-        for start in range(0, self.shape[0], step):
-            part = self.rows(start, start + step)
-            _, scales, minima = part.decoded()
-            found += int(np.count_nonzero(~np.isfinite(scales)))
-            if minima is not None:
-                found += int(np.count_nonzero(~np.isfinite(minima)))
+        """See `QuantizedTensor.count_nonfinite`; of whole blocks."""
+        found = 0
+        for part in self._chunks():
+            _, *factors = part._decoded()
+            found += sum(int(np.count_nonzero(~np.isfinite(factor))) for factor in factors if factor is not None)
             if self.stored.nbytes > RESIDENT_BYTES:  # smaller ones are about to be used
                 part.release()
         return found
@@ -111,45 +121,6 @@ class GGUFTensor(QuantizedTensor):
     def release(self) -> None:
         if self.order is None:
             release(self.stored)
-
-
-@dataclass(frozen=True)
-class _Within(QuantizedTensor):
-    """Columns of a matrix that begin or end inside a block, but not inside a group."""
-
-    whole: GGUFTensor
-    start: int
-    stop: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[N, K]."""
-        return self.whole.shape[0], self.stop - self.start
-
-    @property
-    def layout(self) -> Layout | None:
-        return self.whole.layout
-
-    def rows(self, start: int, stop: int) -> _Within:
-        return replace(self, whole=self.whole.rows(start, stop))
-
-    def columns(self, start: int, stop: int) -> Tensor:
-        return self.whole.columns(self.start + start, self.start + stop)
-
-    def to_float32(self) -> np.ndarray:
-        return self.whole.to_float32()[:, self.start : self.stop]
-
-    def integers(self) -> Integers | None:
-        found = self.whole.integers()
-        assert found is not None
-        first, last = self.start // found.group, self.stop // found.group
-        zeros = None if found.zeros is None else found.zeros[:, first:last]
-        values = found.values[:, self.start : self.stop]
-        return found._replace(values=values, scales=found.scales[:, first:last], zeros=zeros)
-
-    def count_nonfinite(self) -> int:
-        """See `QuantizedTensor.count_nonfinite`; of the whole."""
-        return self.whole.count_nonfinite()
 
 
 def layout_of(form: Format) -> Layout:
