@@ -415,7 +415,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(architecture=st.sampled_from(sorted(FAMILIES)), key=st.sampled_from(CONFIG_KEYS), value=JSON, use=st.booleans())
 def test_any_value_is_understood_or_refused(
     architecture: str, key: str, value: Any, use: bool, tmp_path_factory: pytest.TempPathFactory
@@ -433,7 +433,7 @@ def test_any_value_is_understood_or_refused(
 
 def test_every_size_of_every_kind_is_understood_or_refused(tmp_path: Path) -> None:
     """From a config that is good, through the shapes of all weights, one value at a time."""
-    check_sizes(tmp_path, ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "lfm2", "gemma2"), (-1, 3, 0.5, "x", [None]))
+    check_sizes(tmp_path, ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "lfm2", "gemma2"), (-1, 3, "x"))
 
 
 @pytest.mark.slow

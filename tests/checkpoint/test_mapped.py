@@ -10,18 +10,7 @@ import pytest
 
 from quire.checkpoint import mapped
 from quire.checkpoint.mapped import MappedFile, read_ahead, release
-
-
-def resident(path: Path) -> int:
-    """Return how many bytes of a file this process has mapped and in memory."""
-    found, mine = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            mine = line.endswith(str(path))
-        elif mine and name == "Rss:":
-            found += int(rest.split()[0]) * 1024
-    return found
+from tests.helpers.mapped import resident
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

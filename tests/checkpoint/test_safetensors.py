@@ -17,6 +17,7 @@ from quire.checkpoint.tensor import HostTensor, count_nonfinite
 from quire.checkpoint.weights import DummyWeights
 from quire.errors import ModelError
 from tests.helpers.checkpoints import safetensors_bytes
+from tests.helpers.mapped import resident
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool"])
@@ -87,7 +88,7 @@ def test_files_of_any_name_are_read_together_but_not_consolidated_copies(tmp_pat
     assert list(open_safetensors(tmp_path).tensors) == ["a", "b"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_gives_tensors_inside_itself(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -117,24 +118,12 @@ def test_counting_values_that_are_not_finite(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 131_072, 399_999])
+@pytest.mark.parametrize("place", [0, 65_536, 99_999])
 def test_a_single_bad_value_is_found_wherever_it_is(dtype: str, value: float, place: int) -> None:
-    array = np.full(400_000, -np.finfo(dtype).max, dtype)
+    array = np.full(100_000, -np.finfo(dtype).max, dtype)
     array[::2] *= -1
     array[place] = value
     assert count_nonfinite(HostTensor(array, dtype)) == 1
-
-
-def resident_bytes(path: Path) -> int:
-    """Return how much of the file this process has in memory."""
-    found, mine = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            mine = line.endswith(str(path))
-        elif mine and name == "Rss:":
-            found += int(rest.split()[0]) * 1024
-    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -150,7 +139,7 @@ def test_tensors_read_earlier_leave_memory_but_keep_their_values(
     for name in arrays:
         read[name] = checkpoint.tensors[name].read().array
         np.testing.assert_array_equal(read[name], arrays[name])
-    assert size < resident_bytes(tmp_path / "model.safetensors") < 4 * size
+    assert size < resident(tmp_path / "model.safetensors") < 4 * size
     for name, array in arrays.items():
         np.testing.assert_array_equal(read[name], array)
 

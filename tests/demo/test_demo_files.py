@@ -128,8 +128,8 @@ def test_published_loss_comes_out_of_the_engine() -> None:
 
 @pytest.mark.parametrize("task", CAPABILITY_TASKS)
 def test_held_back_questions_are_answered(task: str) -> None:
-    cases = held_back_cases(task, limit=4, seed=11)
-    assert sum(score(case, chat([{"role": "user", "content": case.prompt}])) for case in cases) >= 3
+    cases = held_back_cases(task, limit=2, seed=11)
+    assert all(score(case, chat([{"role": "user", "content": case.prompt}])) for case in cases)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_plain_text_continues_as_a_play() -> None:
     model, tokenizer = load()
     inputs = tokenizer("First Citizen:\n", return_tensors="pt")
     torch.manual_seed(0)
-    output = model.generate(**inputs, max_new_tokens=250, do_sample=True, temperature=0.8, eos_token_id=None)
+    output = model.generate(**inputs, max_new_tokens=120, do_sample=True, temperature=0.8, eos_token_id=None)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     speakers = re.findall(r"^[A-Z][A-Za-z ]+:$", text, flags=re.MULTILINE)
     assert len(speakers) >= 3, text

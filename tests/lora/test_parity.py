@@ -90,7 +90,7 @@ def test_more_families(tmp_path: Path, family: str, suffixes: tuple[str, ...], o
     check_family(tmp_path, family, suffixes, options)
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
 def test_an_adapter_may_enlarge_the_vocabulary(world: World, device: str) -> None:
     """Its tokens are generated and read by its own requests; no other request ever sees them."""
     rng, weights = np.random.default_rng(9), plain_tensors()

@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from quire.models.registry import build_model
 from quire.step import KVCacheSpec
-from tests.helpers.checkpoints import family_parameters, write_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.model_driver import ModelDriver
 
 PROMPTS = {"a": [5, 9, 11, 3, 7], "b": [8, 2, 6]}
@@ -40,8 +40,12 @@ def logits_of(driver: ModelDriver, backend: Backend, rows: list[int] | None) -> 
     return np.concatenate(list(found.values()))
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
-@pytest.mark.parametrize("family", family_parameters())
+# Each way to add to the residual stream, and each mixer; one of them on the other backend as well.
+ROW_FAMILIES = ("llama", "gemma2", "olmo2", "falcon", "gptj", "qwen2_moe", "qwen3_next", "lfm2", "deepseek_v3")
+ROW_CASES = [(family, "cpu") for family in ROW_FAMILIES] + [("gemma2", "reference")]
+
+
+@pytest.mark.parametrize(("family", "device"), ROW_CASES)
 def test_selected_rows_are_those_of_the_whole(family: str, device: str, tmp_path: Path) -> None:
     info = load_model_info(write_checkpoint(tmp_path, family))
     backend = create_backend(device, "float32", "float32", batch_invariant=True)
@@ -77,8 +81,18 @@ class Stages:
         return self.second.norm(self.second.run_layers(hidden, positions, own, metadata))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "gpt_neox", "opt", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama", False),
+        ("gemma2", True),
+        ("olmo2", True),
+        ("gpt_neox", False),
+        ("opt", True),
+        ("qwen3_next", False),
+        ("deepseek_v3", True),
+    ],
+)
 def test_two_stages_give_the_bits_of_the_whole_and_read_their_own_tensors_only(
     family: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -215,31 +215,30 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
         logits(folder)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("family", "config"),
+    ("family", "config", "ranks"),
     [
-        ("llama", {"num_key_value_heads": 2, "vocab_size": 131, "attention_bias": True, "mlp_bias": True}),
-        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 133}),
-        ("phi3", {"vocab_size": 131}),
-        ("gpt_neox", {"vocab_size": 131}),
-        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "num_key_value_heads": 1, "vocab_size": 131}),
-        ("starcoder2", {"vocab_size": 131}),
-        ("olmo2", {"num_key_value_heads": 1, "vocab_size": 131}),
-        ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
-        ("granite", {"residual_multiplier": 0.3, "attention_bias": True}),
-        ("cohere", {"use_qk_norm": True, "vocab_size": 131}),
-        ("gptj", {"vocab_size": 131}),
-        ("falcon", {"vocab_size": 131}),
-        ("falcon", {"new_decoder_architecture": False, "alibi": True, "bias": True}),
-        ("bloom", {"vocab_size": 131}),
-        ("mpt", {"vocab_size": 131}),
-        ("opt", {"word_embed_proj_dim": 24}),
-        ("gpt2", {"vocab_size": 131}),
+        ("llama", {"num_key_value_heads": 2, "vocab_size": 131, "attention_bias": True, "mlp_bias": True}, 4),
+        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 133}, 4),
+        ("phi3", {"vocab_size": 131}, 2),
+        ("gpt_neox", {"vocab_size": 131}, 2),
+        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "num_key_value_heads": 1, "vocab_size": 131}, 4),
+        ("starcoder2", {"vocab_size": 131}, 2),
+        ("olmo2", {"num_key_value_heads": 1, "vocab_size": 131}, 4),
+        ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}, 2),
+        ("granite", {"residual_multiplier": 0.3, "attention_bias": True}, 2),
+        ("cohere", {"use_qk_norm": True, "vocab_size": 131}, 2),
+        ("gptj", {"vocab_size": 131}, 4),
+        ("falcon", {"vocab_size": 131}, 2),
+        ("falcon", {"new_decoder_architecture": False, "alibi": True, "bias": True}, 2),
+        ("bloom", {"vocab_size": 131}, 2),
+        ("mpt", {"vocab_size": 131}, 4),
+        ("opt", {"word_embed_proj_dim": 24}, 2),
+        ("gpt2", {"vocab_size": 131}, 4),
     ],
 )
 def test_ranks_together_compute_what_one_computes(
-    ranks: int, family: str, config: dict[str, Any], tmp_path: Path
+    family: str, config: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     folder = write_checkpoint(tmp_path, family, **config)
     expected = logits(folder)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,14 +54,3 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(
 def test_building_the_parser_does_not_import_torch() -> None:
     code = "import sys, quire.cli.train, quire.demo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_run_writes_a_checkpoint_and_says_what_it_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 60)
-    sizes = "--hidden-size 16 --intermediate-size 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --steps 2"
-    words = f"--preset shakespeare-char --data {text} --out {tmp_path / 'out'} {sizes}".split()
-    assert run(parse(*words)) == 0
-    output = capsys.readouterr().out
-    assert "perplexity" in output and str(tmp_path / "out") in output
-    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -13,9 +13,11 @@ from quire.train.tokenizer import ASSISTANT, BOS, END, USER, build_char, token_i
 LINES = "".join(f"Speaker {i}:\nThis is line number {i} of the play.\n\n" for i in range(400))
 
 
+TOKENIZER = train_bpe([LINES, "What is the opposite of black?"], vocab_size=320)
+
+
 def text_source() -> tuple[TextSource, Tokenizer]:
-    tokenizer = train_bpe([LINES], vocab_size=320)
-    return TextSource(LINES, tokenizer), tokenizer
+    return TextSource(LINES, TOKENIZER), TOKENIZER
 
 
 def test_text_split_covers_everything_once_in_the_stated_shares() -> None:
@@ -45,7 +47,7 @@ def test_text_shorter_than_a_row_is_repeated() -> None:
 
 
 def test_chat_weights_are_full_for_the_assistant_and_reduced_for_the_user() -> None:
-    tokenizer = train_bpe([LINES, "What is the opposite of black?"], vocab_size=320)
+    tokenizer = TOKENIZER
     ids, weights = ChatSource(tokenizer, prompt_weight=0.25, seed=0).row(random.Random(3), 600, "train")
     bos, user, assistant = (token_id(tokenizer, token) for token in (BOS, USER, ASSISTANT))
     inside_answer = False
@@ -92,9 +94,9 @@ def test_a_line_longer_than_a_passage_is_cut_without_loss() -> None:
 
 
 def test_chat_passages_are_the_same_every_time_and_respect_the_limit() -> None:
-    tokenizer = train_bpe([LINES], vocab_size=320)
-    source = ChatSource(tokenizer, prompt_weight=0.1, seed=1)
+    source = ChatSource(TOKENIZER, prompt_weight=0.1, seed=1)
+    source.num_passages = 100
     passages = list(source.test_passages(200))
     assert passages == list(source.test_passages(200))
     assert passages and all(passage.startswith("<|") for passage in passages)
-    assert all(len(tokenizer.encode(passage).ids) <= 200 for passage in passages)
+    assert all(len(TOKENIZER.encode(passage).ids) <= 200 for passage in passages)

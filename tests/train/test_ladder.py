@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from quire.train.ladder import CONTEXT, main, train_variants, variants
+from quire.train.ladder import CONTEXT, train_variants, variants
 
 # Which letter follows depends on the one two places back, so one character of context is not enough.
 PATTERN = "abcacbbcabacaabbcc\n" * 80
@@ -38,9 +36,3 @@ def test_context_lowers_the_loss_where_the_text_needs_it() -> None:
     perceptron, *_, complete = by_name.values()
     assert complete < by_name["+ attention with RoPE"] < perceptron
     assert complete < 0.5 * perceptron
-
-
-def test_the_command_prints_one_line_per_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text").write_text(PATTERN)
-    assert main(["--data", str(tmp_path / "text"), "--steps", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(variants(4))

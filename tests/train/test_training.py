@@ -1,4 +1,7 @@
-"""Whole runs of a tiny model: resuming, the saved checkpoint against transformers, the figures."""
+"""Whole runs of tiny models: resuming, the saved checkpoint against transformers, the figures, the commands.
+
+Everything that creates an optimizer is in this file: its first one imports PyTorch's compiler, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quire.cli.main import main
 from quire.errors import ConfigError
-from quire.train import TrainConfig, train
+from quire.train import TrainConfig, ladder, train
 from quire.train.checkpoint import STATE_FILE, load_checkpoint
 from quire.train.evaluate import greedy_replies, passage_nll, read_passages
 from quire.train.tokenizer import load_tokenizer
@@ -97,7 +101,7 @@ def test_transformers_loads_the_checkpoint_and_agrees(finished: Path) -> None:
 
 
 def test_training_lowers_the_loss(text_file: str, tmp_path: Path) -> None:
-    config = dataclasses.replace(TINY, data=text_file, out=str(tmp_path), steps=100, eval_every=50, learning_rate=3e-3)
+    config = dataclasses.replace(TINY, data=text_file, out=str(tmp_path), steps=40, eval_every=20, learning_rate=6e-3)
     metrics = train(config, silent).metrics
     untrained = math.log(len(load_tokenizer(tmp_path).get_vocab()))
     assert metrics["test_loss"] < 0.7 * untrained
@@ -160,3 +164,21 @@ def test_progress_bar_run_on_the_built_in_corpus_scores_the_tasks(
     assert metrics["tasks"] == {"add": {"cases": 1, "right": 0}}
     assert set(metrics["test_by_source"]) == {"chat"}
     assert "step 2/2" in capsys.readouterr().out
+
+
+def test_the_command_writes_a_checkpoint_and_says_what_it_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 60)
+    sizes = "--hidden-size 16 --intermediate-size 16 --num-layers 1 --num-heads 2 --num-kv-heads 1 --steps 2"
+    words = f"--preset shakespeare-char --data {text} --out {tmp_path / 'out'} {sizes}"
+    assert main(["train", *words.split()]) == 0
+    output = capsys.readouterr().out
+    assert "perplexity" in output and str(tmp_path / "out") in output
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_ladder_prints_one_line_per_variant(text_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ladder.main(["--data", text_file, "--steps", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(ladder.variants(4))

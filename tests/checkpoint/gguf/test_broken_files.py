@@ -125,7 +125,7 @@ def test_the_file_that_the_lies_are_made_of_is_good(tmp_path: Path) -> None:
         assert list(GGUFFile(tmp_path / "m.gguf").entries) == ["a", "b"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_is_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever bytes are changed or cut off, there is a file or a ModelError."""
