@@ -233,9 +233,10 @@ class ModelOutput(msgspec.Struct):
     position *predicted* in this step (position of the first scheduled token + 1 onwards, up to the last prompt token,
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
-    must be ended. `loaded` says of each device block whose asynchronous load ended whether it succeeded. `pooled` has
-    the results of sequences with pooling parameters whose prompt ended; they have no tokens. `host_gap` is the time [s]
-    that the device was idle between the end of the step before and this one.
+    must be ended. `loaded` says of each device block whose asynchronous load ended whether it succeeded, and
+    `failed_stores` names the slots of the disk tier that could not be written. `pooled` has the results of sequences
+    with pooling parameters whose prompt ended; they have no tokens. `host_gap` is the time [s] that the device was idle
+    between the end of the step before and this one.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -244,6 +245,7 @@ class ModelOutput(msgspec.Struct):
     errors: dict[str, ErrorData] = {}
     candidates: dict[str, TokenTopLogprobs] = {}
     loaded: dict[int, bool] = {}
+    failed_stores: list[int] = []
     completed: list[str] = []
     sampler_states: dict[str, float] = {}
     pooled: dict[str, PooledData] = {}

@@ -153,6 +153,7 @@ class FakeWorker:
         self.host: Blocks = {block: {} for block in range(self.num_host_blocks)}
         self.disk: dict[int, tuple[bytes, dict[int, Content]]] = {}
         self.damaged: set[int] = set()
+        self.disk_is_full = False
         self.loads: list[BlockTransfer] = []
         self.rows: dict[str, Row] = {}
         self.left: dict[str, Row] = {}
@@ -172,6 +173,8 @@ class FakeWorker:
     def execute(self, plan: SchedulerOutput, broken: Collection[str] = ()) -> ModelOutput:
         """Run one step; the logits of the sequences in `broken` are not finite, nor are their keys and values."""
         output = ModelOutput({}, loaded=self._move(plan))
+        if self.disk_is_full:
+            output.failed_stores = [save.key for save in disk_stores(plan.transfers)]
         self._update(plan)
         self._write(plan, broken)
         void = {name for name, count in plan.num_scheduled_tokens.items() if self.rows[name].is_void(count)}
@@ -205,6 +208,9 @@ class FakeWorker:
     def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
         for save in disk_stores(plan.transfers):  # of what earlier steps computed, so that the order does not matter
             assert len(self.blocks[save.block_id]) == self.block_size
+            if self.disk_is_full:
+                self.disk.pop(save.key, None)
+                continue
             self.disk[save.key] = (save.header, dict(self.blocks[save.block_id]))
         for kind, source, destination in moves(plan.transfers):
             if kind == COPY:

@@ -11,7 +11,7 @@ from quire.scheduler.prefill_first import AllocStatus, PrefillFirstPlanner
 from quire.scheduler.scheduler import create_scheduler
 from quire.scheduler.unified import UnifiedPlanner
 from quire.step import KVCacheGroup
-from tests.helpers.transfers import IN, disk_stores, moves
+from tests.helpers.transfers import IN, disk_loads, disk_stores, moves
 
 
 @pytest.fixture
@@ -239,6 +239,21 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
     assert list(r.first)[-2:] == ["c", "b"]
     # The first block was on the device, and the loads of the others did not evict it.
     assert (r.first["b"].num_cached_tokens, r.scheduler.stats().disk_cache_hits) == (16, 12)
+
+
+def test_nothing_is_stored_on_a_full_disk_and_what_was_not_stored_is_not_looked_for(run, request_of):
+    r = run(num_blocks=6, num_disk_records=50)
+    hits = []
+    for name in "abcabc":
+        r.worker.disk_is_full = name == "b" or r.worker.disk_is_full
+        r.add(request_of(name, 20, 1))
+        r.finish()
+        del r.last[name]
+        hits.append(r.scheduler.stats().disk_cache_hits)
+    assert hits == [0, 0, 0, 16, 16, 16], "only what the first one computed could be stored"
+    assert sum(bool(disk_stores(plan.transfers)) for plan in r.plans) == 2, "the second one tried"
+    assert sum(bool(disk_loads(plan.transfers)) for plan in r.plans) == 1
+    assert len(r.scheduler.kv.disk) == len(r.worker.disk) == 5
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, None, 8)])

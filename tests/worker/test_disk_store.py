@@ -292,8 +292,7 @@ def test_a_full_or_failing_disk_ends_saving_and_is_said_once(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    for number in (5, 6):
-        store.save(2, header(number), block(number))
+    assert not any(store.save(2, header(number), block(number)) for number in (5, 6))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no more blocks are saved" in caplog.text and os.strerror(code) in caplog.text
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -215,6 +215,7 @@ class DiskTierManager:
                 self._records[header.block_hash] = slot, data
                 taken.add(slot)
         self._free_slots = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
+        self._has_failed = False
 
     def __len__(self) -> int:
         return len(self._records)
@@ -228,9 +229,9 @@ class DiskTierManager:
         if block_hash in self._records:
             self._records.move_to_end(block_hash)
             return
+        if self._has_failed or not self.num_slots:
+            return
         if not self._free_slots:
-            if not self._records:
-                return
             self.drop(next(iter(self._records)))
         slot = self._free_slots.pop()
         header = BlockHeader(block_hash, block.parent_hash, block.token_ids).encode()
@@ -249,6 +250,12 @@ class DiskTierManager:
         record = self._records.pop(block_hash, None)
         if record is not None:
             self._free_slots.append(record[0])
+
+    def fail_stores(self, slots: Collection[int]) -> None:
+        """Forget what could not be written to `slots`, and store nothing any more: the disk is full, or broken."""
+        self._has_failed = True
+        for block_hash in [block_hash for block_hash, (slot, _) in self._records.items() if slot in slots]:
+            self.drop(block_hash)
 
     def clear(self) -> None:
         """See `TierManager.clear`; the files are truncated."""

@@ -199,6 +199,8 @@ class Scheduler:
         self.planner.processed(step)
         if output.loaded:
             self._finish_loads(output.loaded)
+        if output.failed_stores:
+            self.kv.disk.fail_stores(output.failed_stores)
         plan = step.plan
         for sequence, max_sampled in step.scheduled:
             if sequence.is_live:

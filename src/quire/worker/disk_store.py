@@ -152,19 +152,20 @@ class DiskStore:
                 break
         return found
 
-    def save(self, slot: int, header: bytes, payload: np.ndarray) -> None:
+    def save(self, slot: int, header: bytes, payload: np.ndarray) -> bool:
         """Write a block, uint8 [block_nbytes], and its header into `slot`, in place of what is there.
 
-        After the first one that fails (the disk may be full) nothing is written any more.
+        Returns False if it could not be written. After the first such one (the disk may be full) none is.
         """
         assert 0 <= slot < self.capacity and len(header) <= self.geometry.header_nbytes
         if self._failed:
-            return
+            return False
         try:
             _write(self._blocks, payload.data, slot * self.geometry.stride)
             _write(self._headers, memoryview(self._head(slot, header, payload)), slot * self.geometry.head_nbytes)
         except OSError as error:
             self.stop_saving(str(error))
+        return not self._failed
 
     def erase(self) -> None:
         """Drop every block and free its disk space. No `save` or `load` may run meanwhile."""

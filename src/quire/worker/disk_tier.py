@@ -50,6 +50,7 @@ class DiskTierWorker:
         self._changed = threading.Condition()  # guards what follows
         self._unwritten: dict[int, PendingStore] = {}  # the last store to each slot, until it is written
         self._done: deque[tuple[int, np.ndarray | None]] = deque()
+        self._failed_stores: list[int] = []
         self._num_pending = 0
         self._closing = False
         self._writer = threading.Thread(target=self._write_all, name="quire-kv-writer", daemon=True)
@@ -94,6 +95,13 @@ class DiskTierWorker:
             self._blocks.write(np.array(block_ids, np.int64), np.stack(payloads))
         return {block_id: payload is not None for block_id, payload in done}
 
+    def take_failed_stores(self) -> list[int]:
+        if not self._failed_stores:
+            return []
+        with self._changed:
+            failed, self._failed_stores = self._failed_stores, []
+        return failed
+
     def clear(self) -> None:
         """See `WorkerTier.clear`; loads under way may still succeed."""
         self.flush()
@@ -118,15 +126,18 @@ class DiskTierWorker:
 
     def _write_all(self) -> None:
         while (item := self._stores.get()) is not None:
+            slot, header, payload = item
             try:
-                slot, header, payload = item
-                self._store.save(slot, header, payload())
+                saved = self._store.save(slot, header, payload())
             except Exception as error:  # the thread's boundary: others wait for its queue to empty
                 logger.exception("saving a block failed")
                 self._store.stop_saving(repr(error))
+                saved = False
             with self._changed:
-                if self._unwritten.get(item[0]) is item:
-                    del self._unwritten[item[0]]
+                if not saved:
+                    self._failed_stores.append(slot)
+                if self._unwritten.get(slot) is item:
+                    del self._unwritten[slot]
             self._stores.task_done()
 
     def _read_all(self) -> None:

@@ -233,7 +233,8 @@ class ModelRunner:
         leaving = {*plan.finished_sequence_ids, *plan.preempted_sequence_ids}
         for earlier in self._in_flight if leaving else ():
             earlier.invalidate(leaving)
-        output = ModelOutput(sampled_token_ids={}, loaded=self.transfers.apply(plan))
+        transfers = self.transfers
+        output = ModelOutput({}, loaded=transfers.apply(plan), failed_stores=transfers.take_failed_stores())
         self.batch.update(plan)
         if self.pooler is not None:
             self.pooler.apply(plan)

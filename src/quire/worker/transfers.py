@@ -41,6 +41,10 @@ class WorkerTier(Protocol):
         """
         return {}
 
+    def take_failed_stores(self) -> list[int]:
+        """Return the keys that could not be written since the last call; nothing is stored after the first failure."""
+        return []
+
     def clear(self) -> None:
         """Drop all blocks."""
         return
@@ -187,6 +191,10 @@ class BlockTransfers:
         for each in self._tiers.values():
             loaded |= each.finish_loads(wait=plan.wait_for_loads)
         return loaded
+
+    def take_failed_stores(self) -> list[int]:
+        """See `ModelOutput.failed_stores`."""
+        return self._tiers[Tier.DISK].take_failed_stores() if Tier.DISK in self._tiers else []
 
     def warm_up(self) -> None:
         """Have block 0, which belongs to nobody yet, leave the device and come back, if blocks ever will."""
