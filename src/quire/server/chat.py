@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,15 +20,7 @@ from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, delta, whole_message
 from quire.server.context import ModelContext, model_context
 from quire.server.field_names import Name
-from quire.server.generation import (
-    ChoiceUpdate,
-    Chunk,
-    ChunkWork,
-    Generation,
-    check_stream_fields,
-    recommended,
-    size_of,
-)
+from quire.server.generation import Chunk, Generation, check_stream_fields, recommended
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
@@ -78,6 +68,7 @@ class ChatCompletion(Generation):
         self.num_alternatives = self._alternatives(body)
         self.params = self._params(body)
         self.message_spec: MessageSpec | None = None
+        self._streamed: list[_StreamedChoice] = []  # choices, once a stream has begun
         self._reasoning: list[ThinkingBudget] = []  # of each choice, where it can be counted
 
     @staticmethod
@@ -191,25 +182,19 @@ class ChatCompletion(Generation):
             fields["prompt_token_ids"] = output.prompt_token_ids
         return fields
 
-    async def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
+    def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
         """As `Generation.chunks`: the role, the message in deltas, the finish reason."""
-        choices: list[_StreamedChoice] = []
-        async with aclosing(self.updates()) as batches:
-            async for updates in batches:
-                step: list[ChunkWork] = [] if choices else [(0, self._first_chunks)]
-                choices = choices or [_StreamedChoice(self) for _ in range(self.n)]
-                yield step + [
-                    (size_of([item.output]), partial(choices[item.output.index].chunks, item)) for item in updates
-                ]
-
-    def _first_chunks(self) -> list[Chunk]:
-        ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
-        # Content that may yet be null begins as null.
-        first = {"role": "assistant", "content": "" if self.message_spec is None else None}
-        return [
-            {"choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}], **ids}
-            for index in range(self.n)
-        ]
+        if not self._streamed:
+            self._streamed = [_StreamedChoice(self) for _ in range(self.n)]
+            ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
+            # Content that may yet be null begins as null.
+            first = {"role": "assistant", "content": "" if self.message_spec is None else None}
+            for number in range(self.n):
+                choice = {"index": number, "delta": first, "logprobs": None, "finish_reason": None}
+                yield {"choices": [choice], **ids}
+        for completion in output.outputs:
+            for part in self._streamed[completion.index].parts(completion):
+                yield {"choices": [part]}
 
     def extras(self, output: CompletionOutput) -> dict[str, Any]:
         """Return the fields of a choice about its tokens: log-probabilities and ids."""
@@ -233,11 +218,13 @@ class _StreamedChoice:
 
     def __init__(self, job: ChatCompletion) -> None:
         self._job = job
+        self._reader = job.reader()
         self._pending: dict[str, Any] = {}  # fields about tokens whose text the parser still buffers
 
-    def chunks(self, update: ChoiceUpdate) -> list[Chunk]:
-        """Return the chunks of an update: deltas, and the end. Fields about tokens go into the first one."""
-        output, events, reader = update
+    def parts(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the choice in each chunk of an output: deltas, and the end. The first one has fields about tokens."""
+        reader = self._reader
+        events = reader.read(output.text, output.finished)
         self._add_pending(self._job.extras(output))
         parts = [
             {"index": output.index, "delta": item, **self._take_pending(), "finish_reason": None}
@@ -247,7 +234,7 @@ class _StreamedChoice:
         if output.finished:
             last = {"content": ""} if reader.is_empty and self._job.message_spec is not None else {}
             parts.append({"index": output.index, "delta": last, **self._take_pending(), **_ending(output, reader)})
-        return [{"choices": [part]} for part in parts]
+        return parts
 
     def _add_pending(self, extras: dict[str, Any]) -> None:
         pending = self._pending

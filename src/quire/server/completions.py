@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,14 +14,7 @@ from quire.frontend.prompts import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.server.context import ModelContext, model_context
-from quire.server.generation import (
-    MAX_PROMPTS,
-    Chunk,
-    ChunkWork,
-    Generation,
-    check_stream_fields,
-    size_of,
-)
+from quire.server.generation import MAX_PROMPTS, Chunk, Generation, check_stream_fields
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import CompletionRequest, body_schema
@@ -59,6 +50,8 @@ class Completion(Generation):
         self.only_prompt = body.echo and body.max_tokens == 0
         check_stream_fields(body)
         self.params = self._params(body)
+        self._streamed: dict[int, dict[int, _Choice]] = {}  # choices by prompt and number
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None] | None] = {}
         self.shows_logprobs = isinstance(self.params, SamplingParams) and self.params.returns_logprobs
 
     def _params(self, body: CompletionRequest) -> TextParams:
@@ -101,22 +94,17 @@ class Completion(Generation):
                 choices.append({**choice.part(completion), "prompt_logprobs": shown})
         return {"choices": choices}
 
-    async def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
-        """As `Generation.chunks`."""
-        choices: dict[tuple[int, int], _Choice] = {}
-        prompts: dict[int, Sequence[TokenLogprobs | None] | None] = {}
-        async with aclosing(self.outputs()) as outputs:
-            async for index, output in outputs:
-                prompts.setdefault(index, output.prompt_logprobs)
-                step: list[ChunkWork] = []
-                for completion in output.outputs:
-                    key = (index, completion.index)
-                    if key not in choices:
-                        choices[key] = _Choice(self, index, completion.index, prompts[index])
-                    choice = choices[key]
-                    size = size_of([completion], None if choice.begun else choice.positions)
-                    step.append((size, partial(choice.chunks, completion)))
-                yield step
+    def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
+        """As `Generation.chunks`; none of a choice to which the output adds nothing."""
+        choices = self._streamed.setdefault(index, {})
+        positions = self._prompt_logprobs.setdefault(index, output.prompt_logprobs)
+        for completion in output.outputs:
+            choice = choices.get(completion.index)
+            if choice is None:
+                choice = choices[completion.index] = _Choice(self, index, completion.index, positions)
+            part = choice.part(completion)
+            if part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part:
+                yield {"choices": [part]}
 
 
 class _Choice:
@@ -167,12 +155,6 @@ class _Choice:
             if first:
                 part["prompt_token_ids"] = prompt_ids
         return part
-
-    def chunks(self, output: CompletionOutput) -> list[Chunk]:
-        """Return the chunk with the text of `output`; none if it adds nothing."""
-        part = self.part(output)
-        adds = part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part
-        return [{"choices": [part]}] if adds else []
 
     def _prompt_text(self, prompt_ids: list[int]) -> str:
         prompt, _ = self.job.prompts[self.prompt_index]

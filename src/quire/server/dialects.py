@@ -1,10 +1,11 @@
 """Dialects are APIs whose requests are translated into chats or completions.
 
-A dialect maps fields, errors about them (`FieldNames`), and updates to its own events (`DialectAnswer`).
+A dialect maps fields, errors about them (`FieldNames`), and outputs to its own events (`DialectAnswer`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -13,9 +14,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.frontend.formats.message import Event as MessageEvent
+from quire.outputs import CompletionOutput
 from quire.server.field_names import FieldNames
-from quire.server.generation import ChoiceUpdate, Generation
-from quire.server.json_io import json_response
+from quire.server.generation import Generation
+from quire.server.json_io import THREAD_CHARS, json_response
 from quire.server.streaming import EventStream, typed_event, until_disconnect
 
 Event = dict[str, Any]  # of a stream
@@ -24,8 +27,8 @@ Event = dict[str, Any]  # of a stream
 class DialectAnswer(ABC):
     """The answer of a dialect to one request, whole or streamed: both come from the same events.
 
-    A subclass translates updates to the events of its streams (`begin`, `add`, `end`), and keeps what the whole answer
-    needs. A dialect without events of its own kind returns the parts of its answer.
+    A subclass makes the events of its streams (`begin`, `add`, `end`), and keeps what the whole answer needs. A dialect
+    without events of its own kind returns the parts of its answer.
 
     Args:
         generation: started, with one choice.
@@ -37,27 +40,34 @@ class DialectAnswer(ABC):
         self.generation = generation
 
     def begin(self) -> list[Event]:
-        """Return the events that come before those of the first update."""
+        """Return the events that come before those of the first output."""
         return []
 
     @abstractmethod
-    def add(self, update: ChoiceUpdate) -> list[Event]:
-        """Take in an update; return its events."""
+    def add(self, output: CompletionOutput, events: list[MessageEvent]) -> list[Event]:
+        """Return the events of an output of the only choice, given what its text adds to the message."""
 
     def end(self) -> list[Event]:
-        """Return the events that come after the last update."""
+        """Return the events that come after the last output."""
         return []
 
     @abstractmethod
     def result(self) -> dict[str, Any]:
-        """Return the whole answer, after the last update."""
+        """Return the whole answer, after the last output."""
 
     async def steps(self) -> AsyncGenerator[list[Event], None]:
-        """Yield the events, as they come. Raises as `Generation.updates`."""
+        """Yield the events, as they come. Raises as `Generation.outputs`."""
+        read = self.generation.reader().read
         begun = False
-        async with aclosing(self.generation.updates()) as batches:
-            async for (update,) in batches:
-                made = self.add(update) if begun else [*self.begin(), *self.add(update)]
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for _, output in outputs:
+                [completion] = output.outputs
+                text, finished = completion.text, completion.finished
+                if len(text) > THREAD_CHARS:
+                    events = await asyncio.to_thread(read, text, finished)
+                else:
+                    events = read(text, finished)
+                made = self.add(completion, events) if begun else [*self.begin(), *self.add(completion, events)]
                 begun = True
                 if made:
                     yield made
@@ -72,11 +82,12 @@ class DialectAnswer(ABC):
                 pass
         return self.result()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the encoded events of a stream. Raises as `steps`."""
-        async with aclosing(self.steps()) as steps:
-            async for made in steps:
-                yield b"".join(map(self.encode, made))
+    async def events(self, names: FieldNames) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a stream. Raises as `steps`, with the client's names of fields."""
+        with names.translating():
+            async with aclosing(self.steps()) as steps:
+                async for made in steps:
+                    yield b"".join(map(self.encode, made))
 
     def close(self) -> None:
         """End what is unfinished."""
@@ -92,7 +103,7 @@ async def respond(
 ) -> Response:
     """Return the response, streamed if there is a `stream_type`; aborts if the client disconnects."""
     if stream_type is not None:
-        stream = stream_type(names.translating_items(answer.events()), answer.close)
+        stream = stream_type(answer.events(names), answer.close)
         stream.headers.update(headers or {})
         return stream
     try:

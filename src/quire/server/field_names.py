@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from quire.errors import RequestError, rename_field
 
@@ -13,7 +12,6 @@ MESSAGE = r"messages\[(\d+)\](\.content\b(?:\[\d+\])?)?"
 
 # The client's name: a text that may refer to groups of the pattern, or what a function makes of the match.
 Name = str | Callable[[re.Match[str]], str]
-T = TypeVar("T")
 
 
 class FieldNames:
@@ -55,10 +53,3 @@ class FieldNames:
             yield
         except RequestError as error:
             raise self.translate(error) from None
-
-    async def translating_items(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Yield `items`; translate their errors."""
-        with self.translating():
-            async with aclosing(items):
-                async for item in items:
-                    yield item

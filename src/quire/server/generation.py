@@ -1,8 +1,7 @@
 """What completions and chat completions share: sampling parameters, bounds, submission, and the way to the response.
 
-`Generation.outputs` is the only way from the engine to a stream: it checks and counts. `Generation.updates` reads the
-text as a message, which is what dialects translate (`dialects.DialectAnswer`); `Generation.events` is a stream in
-OpenAI's chunks.
+`Generation.outputs` is the only way from the engine to a stream: it checks and counts. `Generation.events` makes
+OpenAI's chunks of the outputs, `dialects.DialectAnswer` the events of other APIs.
 """
 
 from __future__ import annotations
@@ -10,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.responses import Response
 
 from quire.checks import wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.frontend.formats.message import Event, MessageSpec
+from quire.frontend.formats.message import MessageSpec
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.prompts import Prompt, TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -29,7 +27,7 @@ from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.context import ModelContext
 from quire.server.field_names import FieldNames, Name
 from quire.server.job import EngineJob, estimate_tokens
-from quire.server.json_io import THREAD_CHARS, large_json_response, run_in_thread_if
+from quire.server.json_io import THREAD_CHARS, large_json_response
 from quire.server.limits import time_limit
 from quire.server.protocol import GenerationRequest
 from quire.server.streaming import DONE, event, last_outputs, merge, until_disconnect
@@ -169,23 +167,13 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
         )
 
 
-Chunk = dict[str, Any]
-# Fields of chunks of a stream: about how many characters of JSON they are, and the work that makes them.
-ChunkWork = tuple[int, Callable[[], list[Chunk]]]
-
-
-class ChoiceUpdate(NamedTuple):
-    """What one output adds to one choice: its tokens, the events in its message, and the reader of its text."""
-
-    output: CompletionOutput
-    events: list[Event]
-    reader: ChoiceReader
+Chunk = dict[str, Any]  # of a stream
 
 
 class Generation(EngineJob, ABC):
     """A job that generates text: what completions and chat completions share.
 
-    It is made, started, read (once: by `outputs`, `updates`, `events` or `answer`) and closed.
+    It is made, started, read (once: by `outputs`, `events` or `answer`) and closed.
 
     Attributes:
         n: choices per prompt in the response; a beam search may have more beams. structured_output: None for any text.
@@ -349,49 +337,43 @@ class Generation(EngineJob, ABC):
                 self.count(index, output)
                 yield index, output
 
-    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate], None]:
-        """Yield updates of one or several choices of the only prompt as they come. Raises as `outputs`."""
-        readers = [self.reader() for _ in range(self.n)]
-
-        def read(output: RequestOutput) -> list[ChoiceUpdate]:
-            updates = []
-            for completion in output.outputs:
-                reader = readers[completion.index]
-                updates.append(ChoiceUpdate(completion, reader.read(completion.text, completion.finished), reader))
-            return updates
-
-        async with aclosing(self.outputs()) as outputs:
-            async for _, output in outputs:
-                size = sum([len(completion.text) for completion in output.outputs])
-                yield await run_in_thread_if(size > THREAD_CHARS, partial(read, output))
-
     @abstractmethod
     def choices(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return `choices` of a whole response, and the fields beside them."""
 
     @abstractmethod
-    def chunks(self) -> AsyncGenerator[list[ChunkWork], None]:
-        """Yield the work that makes the chunks of a stream, as outputs come. Raises as `outputs`."""
+    def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
+        """Yield the chunks of a stream that an output of prompt `index` adds, without the fields of `head`."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream of chunks; then usage. Events of one step are joined up to `MAX_BATCH_BYTES`."""
+        """Yield the events of a stream of chunks; then usage. Raises as `outputs`.
+
+        Events of one output are joined up to `MAX_BATCH_BYTES`; those of a large one are made in a thread.
+        """
         chunk_usage = ChunkUsage(self.body, self.usage)
         head = self.head(self.chunk_type)
 
-        def encode(make: Callable[[], list[Chunk]]) -> bytes:
-            return b"".join([event(chunk_usage.put({**head, **chunk})) for chunk in make()])
-
-        async with aclosing(self.chunks()) as steps:
-            async for step in steps:
-                data = b""
-                for size, make in step:
-                    data += await run_in_thread_if(size > THREAD_CHARS, partial(encode, make))
-                    if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
-                        yield data
-                        data = b""
-                        await asyncio.sleep(0)
-                if data:
+        def encode(index: int, output: RequestOutput) -> Iterator[bytes]:
+            data = b""
+            for chunk in self.chunks(index, output):
+                data += event(chunk_usage.put({**head, **chunk}))
+                if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
                     yield data
+                    data = b""
+            if data:
+                yield data
+
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                batches = encode(index, output)
+                if size_of(output.outputs, output.prompt_logprobs) > THREAD_CHARS:
+                    while data := await asyncio.to_thread(next, batches, b""):
+                        yield data
+                    continue
+                for data in batches:
+                    yield data
+                    if len(data) > MAX_BATCH_BYTES:
+                        await asyncio.sleep(0)
         last = chunk_usage.last(self, head)
         if last is not None:
             yield event(last)

@@ -1,4 +1,4 @@
-"""From the updates of a chat to Anthropic's message, whole or streamed.
+"""From the outputs of a chat to Anthropic's message, whole or streamed.
 
 `ContentBlocks.add` is the only way from events to blocks; a whole message is all blocks at the end. Both have
 the same content.
@@ -21,9 +21,10 @@ from quire.frontend.formats.message import (
     Event,
     ReasoningDelta,
 )
+from quire.outputs import CompletionOutput
 from quire.server.chat import ChatCompletion
 from quire.server.dialects import DialectAnswer
-from quire.server.generation import ChoiceUpdate, Usage
+from quire.server.generation import Usage
 
 OUR_CALL, THEIR_CALL = "call_", "toolu_"
 
@@ -169,13 +170,13 @@ class Answer(DialectAnswer):
         """As `DialectAnswer.begin`."""
         return [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
 
-    def add(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+    def add(self, output: CompletionOutput, events: list[Event]) -> list[dict[str, Any]]:
         """As `DialectAnswer.add`."""
-        events = self._blocks.add(update.events)
-        if update.output.finished:
-            events += self._blocks.close()
-            self._ending = self._end(update)
-        return events
+        made = self._blocks.add(events)
+        if output.finished:
+            made += self._blocks.close()
+            self._ending = self._end(output)
+        return made
 
     def end(self) -> list[dict[str, Any]]:
         """As `DialectAnswer.end`."""
@@ -186,14 +187,14 @@ class Answer(DialectAnswer):
         """As `DialectAnswer.result`."""
         return self._message(self._blocks.content())
 
-    def _end(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def _end(self, output: CompletionOutput) -> dict[str, Any]:
         """Return why the message ended."""
         reason, sequence = "end_turn", None
-        if update.output.finish_reason == "length":
+        if output.finish_reason == "length":
             generated = self.generation.usage.as_json()["completion_tokens"]
             reason = "max_tokens" if generated >= self._max_tokens else "model_context_window_exceeded"
-        elif isinstance(update.output.stop_reason, str):
-            reason, sequence = "stop_sequence", update.output.stop_reason
+        elif isinstance(output.stop_reason, str):
+            reason, sequence = "stop_sequence", output.stop_reason
         elif self._blocks.complete_call:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}

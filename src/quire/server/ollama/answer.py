@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.formats.message import CallEnd, ContentDelta, Message, ReasoningDelta
+from quire.frontend.formats.message import CallEnd, ContentDelta, Event, Message, ReasoningDelta
+from quire.outputs import CompletionOutput
 from quire.server.dialects import DialectAnswer
-from quire.server.generation import ChoiceUpdate, Generation
+from quire.server.generation import Generation
 from quire.server.streaming import EventStream
 from quire.server.timeline import Timings
 
@@ -89,16 +90,16 @@ class Answer(DialectAnswer):
         function = {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}
         return {"id": call.id, "function": function}
 
-    def add(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+    def add(self, output: CompletionOutput, events: list[Event]) -> list[dict[str, Any]]:
         """As `DialectAnswer.add`. Calls are sent when they are complete."""
-        self._message.add(update.events)
-        content = "".join([event.text for event in update.events if isinstance(event, ContentDelta)])
-        thinking = "".join([event.text for event in update.events if isinstance(event, ReasoningDelta)])
-        calls = [event.index for event in update.events if isinstance(event, CallEnd)]
+        self._message.add(events)
+        content = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+        thinking = "".join([event.text for event in events if isinstance(event, ReasoningDelta)])
+        calls = [event.index for event in events if isinstance(event, CallEnd)]
         self._complete += calls
         parts = [self._part(content, thinking, calls)] if content or thinking or calls else []
-        if update.output.finished:
-            self._ending = self._counts(update.output.finish_reason)
+        if output.finished:
+            self._ending = self._counts(output.finish_reason)
             parts.append({**self._part("", "", []), **self._ending})
         return parts
 

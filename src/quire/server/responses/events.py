@@ -1,4 +1,4 @@
-"""`OutputBuilder`: from the updates of a chat to the events of a stream and the equivalent output items."""
+"""`OutputBuilder`: from the message of a chat to the events of a stream and the equivalent output items."""
 
 from __future__ import annotations
 

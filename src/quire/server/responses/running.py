@@ -13,12 +13,13 @@ from typing import Any
 from starlette.types import Scope
 
 from quire.errors import ContextLengthError, QuireError, RequestError
+from quire.frontend.formats.message import Event
 from quire.outputs import CompletionOutput
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext
 from quire.server.dialects import DialectAnswer
 from quire.server.errors import error_object
-from quire.server.generation import ChoiceUpdate, Usage
+from quire.server.generation import Usage
 from quire.server.limits import ConcurrencySlot
 from quire.server.responses.conversation import turns, without_beginning
 from quire.server.responses.custom_tools import CUSTOM, shown
@@ -147,15 +148,15 @@ class ResponseRun(DialectAnswer):
             raise self.error
         return self.response
 
-    def add(self, update: ChoiceUpdate) -> list[StreamEvent]:
+    def add(self, output: CompletionOutput, events: list[Event]) -> list[StreamEvent]:
         """As `DialectAnswer.add`."""
         made: list[StreamEvent] = []
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             made.append(self._lifecycle("response.in_progress"))
-        made += self._builder.add(update.events, self._logprobs(update.output))
-        if update.output.finished:
-            complete(self.response, update.output.finish_reason)
+        made += self._builder.add(events, self._logprobs(output))
+        if output.finished:
+            complete(self.response, output.finish_reason)
             made += self._builder.finish(complete=self.response["status"] == "completed")
             made.append(self._final())
         return made
