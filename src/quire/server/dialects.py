@@ -19,7 +19,7 @@ from quire.outputs import CompletionOutput
 from quire.server.field_names import FieldNames
 from quire.server.generation import Generation
 from quire.server.json_io import THREAD_CHARS, json_response
-from quire.server.streaming import EventStream, typed_event, until_disconnect
+from quire.server.streaming import EventStream, merge, typed_event, until_disconnect
 
 Event = dict[str, Any]  # of a stream
 
@@ -56,11 +56,12 @@ class DialectAnswer(ABC):
         """Return the whole answer, after the last output."""
 
     async def steps(self) -> AsyncGenerator[list[Event], None]:
-        """Yield the events, as they come. Raises as `Generation.outputs`."""
+        """Yield the events, as they come. Raises as `Generation.accept`."""
         read = self.generation.reader().read
         begun = False
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for _, output in outputs:
+        async with aclosing(merge(self.generation.streams)) as outputs:
+            async for index, output in outputs:
+                self.generation.accept(index, output)
                 [completion] = output.outputs
                 text, finished = completion.text, completion.finished
                 if len(text) > THREAD_CHARS:

@@ -1,7 +1,7 @@
 """What completions and chat completions share: sampling parameters, bounds, submission, and the way to the response.
 
-`Generation.outputs` is the only way from the engine to a stream: it checks and counts. `Generation.events` makes
-OpenAI's chunks of the outputs, `dialects.DialectAnswer` the events of other APIs.
+Each output of the engine passes `Generation.accept`, which checks and counts it. `Generation.events` makes OpenAI's
+chunks of the outputs, `dialects.DialectAnswer` the events of other APIs.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ Chunk = dict[str, Any]  # of a stream
 class Generation(EngineJob, ABC):
     """A job that generates text: what completions and chat completions share.
 
-    It is made, started, read (once: by `outputs`, `events` or `answer`) and closed.
+    It is made, started, read (once: by `events`, `answer` or a dialect) and closed.
 
     Attributes:
         n: choices per prompt in the response; a beam search may have more beams. structured_output: None for any text.
@@ -324,18 +324,11 @@ class Generation(EngineJob, ABC):
         """Count the new tokens of an output of stream `index` in `usage`."""
         self.usage.add(index, output)
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (index of the prompt, output) as they come; without `stream` in the body, one per prompt at its end.
-
-        Raises:
-            QuireError: a choice was aborted or failed.
-        """
-        async with aclosing(merge(self.streams)) as merged:
-            async for index, output in merged:
-                self.check(output.outputs)
-                del output.outputs[self.n :]
-                self.count(index, output)
-                yield index, output
+    def accept(self, index: int, output: RequestOutput) -> None:
+        """Check and count an output of stream `index`; completions beyond `n` are dropped. Raises as `check`."""
+        self.check(output.outputs)
+        del output.outputs[self.n :]
+        self.count(index, output)
 
     @abstractmethod
     def choices(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -346,34 +339,31 @@ class Generation(EngineJob, ABC):
         """Yield the chunks of a stream that an output of prompt `index` adds, without the fields of `head`."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream of chunks; then usage. Raises as `outputs`.
+        """Yield the events of a stream of chunks; then usage. Raises as `accept`.
 
         Events of one output are joined up to `MAX_BATCH_BYTES`; those of a large one are made in a thread.
         """
         chunk_usage = ChunkUsage(self.body, self.usage)
         head = self.head(self.chunk_type)
 
-        def encode(index: int, output: RequestOutput) -> Iterator[bytes]:
+        def encode(chunks: Iterator[Chunk]) -> bytes:
             data = b""
-            for chunk in self.chunks(index, output):
+            for chunk in chunks:
                 data += event(chunk_usage.put({**head, **chunk}))
                 if len(data) > MAX_BATCH_BYTES:  # the client reads slowly, and much was generated meanwhile
-                    yield data
-                    data = b""
-            if data:
-                yield data
+                    break
+            return data
 
-        async with aclosing(self.outputs()) as outputs:
+        async with aclosing(merge(self.streams)) as outputs:
             async for index, output in outputs:
-                batches = encode(index, output)
-                if size_of(output.outputs, output.prompt_logprobs) > THREAD_CHARS:
-                    while data := await asyncio.to_thread(next, batches, b""):
-                        yield data
-                    continue
-                for data in batches:
+                self.accept(index, output)
+                large = size_of(output.outputs, output.prompt_logprobs) > THREAD_CHARS
+                chunks = self.chunks(index, output)
+                while data := await asyncio.to_thread(encode, chunks) if large else encode(chunks):
                     yield data
-                    if len(data) > MAX_BATCH_BYTES:
-                        await asyncio.sleep(0)
+                    if len(data) <= MAX_BATCH_BYTES:
+                        break
+                    await asyncio.sleep(0)
         last = chunk_usage.last(self, head)
         if last is not None:
             yield event(last)

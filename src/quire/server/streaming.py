@@ -138,8 +138,8 @@ class EventStream(Response):
         try:
             async with contextlib.aclosing(self._events):
                 async for data in self._events:
-                    if pulse is not None:
-                        await pulse.pause()
+                    if pulse is not None and (beating := pulse.pause()) is not None:
+                        await beating
                     if not self._started:
                         await self._start(send)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -151,8 +151,8 @@ class EventStream(Response):
             if not isinstance(error, QuireError):
                 logger.exception("a stream failed")
                 error = QuireError(str(error))
-            if pulse is not None:
-                await pulse.pause()
+            if pulse is not None and (beating := pulse.pause()) is not None:
+                await beating
             if not self._started:
                 await error_response(error)(scope, receive, send)
                 return
@@ -196,11 +196,10 @@ class _Pulse:
         self._beating: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(seconds, self._on_time)
 
-    async def pause(self) -> None:
-        """Wait for a running `beat`; no other one starts until `resume`."""
+    def pause(self) -> asyncio.Task[None] | None:
+        """Start no `beat` until `resume`; return the running one, which the caller waits for."""
         self._busy = True
-        if self._beating is not None:
-            await self._beating
+        return self._beating
 
     def resume(self) -> None:
         """Note that an event was sent now."""
