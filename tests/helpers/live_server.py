@@ -59,7 +59,7 @@ class LiveServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(start)), daemon=True)
         self._thread.start()
         assert self._up.wait(60)
-        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False)
 
     async def _serve(self, start: bool) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,65 +1,82 @@
-"""A server process with a fake engine, started for a test."""
+"""A server process with a fake engine, started for a test.
+
+The processes are forked from one that has imported the server: importing it takes a second, which a test of signals and
+exit codes need not pay again.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import contextlib
+import multiprocessing
+import os
 import threading
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.server import serve_fake
+
+SECONDS = 20.0
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([serve_fake.__name__])
 
 
 class Process:
     """A server process; `url` is known once it listens."""
 
     def __init__(self, mode: str, **options: Any) -> None:
-        command = [sys.executable, "-m", "tests.server.serve_fake", json.dumps({"port": 0, **options}), mode]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        out, child_out = FORKS.Pipe(duplex=False)
+        err, child_err = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(
+            target=serve_fake.run, args=({"port": 0, **options}, mode, dict(os.environ), child_out, child_err)
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
+        self.process.start()
+        for end in (child_out, child_err):
+            end.close()
+        self._out: IO[str] = os.fdopen(os.dup(out.fileno()), encoding="utf-8")
+        self._err: IO[str] = os.fdopen(os.dup(err.fileno()), encoding="utf-8")
+        out.close()
+        err.close()
         self.errors: list[str] = []
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader = threading.Thread(target=lambda: self.errors.extend(self._err), daemon=True)
         self._reader.start()
-        line = self.process.stdout.readline()
+        line = self._out.readline()
         self.url = line.strip().removeprefix("listening url=") if line else ""
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.errors.extend(self.process.stderr)
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS, trust_env=False, verify=False)
 
     def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        """Return the next line of standard output."""
+        return self._out.readline().strip()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def end(self) -> int:
-        code = self.process.wait(20)
-        self._reader.join(10)
-        return code
+        """Wait for the end; return the exit code."""
+        self.process.join(SECONDS)
+        assert self.process.exitcode is not None, "it still runs"
+        self._reader.join(SECONDS)
+        return self.process.exitcode
 
     def wait_for_status(self, status: str) -> None:
-        while httpx.get(f"{self.url}/health", timeout=10).json() != {"status": status}:
+        """Wait until /health says so."""
+        while self.http.get("/health").json() != {"status": status}:
             pass
 
     def wait_for_open(self, count: int) -> None:
         """Wait until so many requests are being worked on."""
-        while f"quire:http_requests_open {count:.1f}" not in httpx.get(f"{self.url}/metrics", timeout=10).text:
+        while f"quire:http_requests_open {count:.1f}" not in self.http.get("/metrics").text:
             pass
 
     def close(self) -> None:
         """Kill it if it still runs."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
+        self.http.close()
+        self.process.kill()
+        self.process.join(SECONDS)
+        with contextlib.suppress(ValueError):
+            self.process.close()
+        self._reader.join(SECONDS)
+        for pipe in (self._out, self._err):
             pipe.close()

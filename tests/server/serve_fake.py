@@ -1,17 +1,19 @@
 """A server process with a fake engine, for tests that need a real process: signals, standard output, exit codes.
 
-Usage: python -m tests.server.serve_fake JSON_OPTIONS MODE, where MODE is "ok", "paced" (a step takes 20 ms), "held"
-(no token ever comes), "broken" (the engine cannot start), "slow" (it never gets ready) or "dying" (with its first
-request).
+Its mode is "ok", "paced" (a step takes 20 ms), "held" (no token ever comes), "broken" (the engine cannot start), "slow"
+(it never gets ready) or "dying" (with its first request).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import atexit
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.messages import CallResult, EngineOutputs, Ready, ToEngine
@@ -56,15 +58,20 @@ def make_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLL
     return AsyncLLM(config, client=Client(engine), front_model=front, listeners=listeners)
 
 
-def main(options: str, mode: str) -> int:
+def run(options: dict[str, Any], mode: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
+    """Run a server in a forked process, with these streams as its standard ones, and exit with its code."""
+    os.environ.update(environment)
+    for stream, number in ((out, 1), (err, 2)):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
     Client.mode = mode
     try:
-        return run_server(server_config(**json.loads(options)), make_llm)
+        code = run_server(server_config(**options), make_llm)
     except QuireError as error:
         print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        code = error.exit_code
+    atexit._run_exitfuncs()  # a forked process ends without them
+    sys.exit(code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from quire.engine_request import EngineRequest
@@ -178,8 +177,7 @@ def test_many_requests_with_one_id_do_not_meet(make_server: MakeServer) -> None:
 
     def ask(prompt: str) -> str:
         body = {"model": "fake", "prompt": prompt, "max_tokens": 20, "seed": 1, "request_id": "same"}
-        with httpx.Client(base_url=server.url, headers={"x-request-id": "same"}, trust_env=False) as client:
-            response = client.post("/v1/completions", json=body)
+        response = server.http.post("/v1/completions", json=body, headers={"x-request-id": "same"})
         assert response.headers["x-request-id"] == "same"
         text: str = response.json()["choices"][0]["text"]
         return text

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from quire.errors import AddressInUseError, ConfigError
@@ -30,7 +29,7 @@ def test_it_says_when_it_is_ready_serves_and_stops_with_0(
         server = start(host="0.0.0.0")
         assert server.url.startswith("http://0.0.0.0:")
         assert server.line() == f"ready url={server.url} model=fake"
-        answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"}, timeout=20)
+        answer = server.http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
         assert answer.status_code == 200
         notified: list[bytes] = []
         while not {b"READY=1", b"WATCHDOG=1"} <= set(notified):
@@ -55,8 +54,8 @@ def test_running_requests_end_before_the_server_does(start: Callable[..., Proces
     background = {"model": "fake", "input": "The king", "background": True, "stream": True, "max_output_tokens": 30}
     with ThreadPoolExecutor(3) as pool:
         bodies = (body, {**body, "stream": True})
-        answers = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for body in bodies]
-        follower = pool.submit(httpx.post, f"{server.url}/v1/responses", json=background, timeout=20)
+        answers = [pool.submit(server.http.post, "/v1/completions", json=body) for body in bodies]
+        follower = pool.submit(server.http.post, "/v1/responses", json=background)
         server.wait_for_open(4)  # a response in the background, and its follower
         server.signal(signal.SIGTERM)
         for answer in answers:
@@ -72,8 +71,8 @@ def test_requests_that_take_too_long_are_aborted(start: Callable[..., Process]) 
     background = {"model": "fake", "input": "The king", "background": True, "stream": True}
     with ThreadPoolExecutor(3) as pool:
         bodies = (BODY, {**BODY, "stream": True})
-        waiting = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for body in bodies]
-        follower = pool.submit(httpx.post, f"{server.url}/v1/responses", json=background, timeout=20)
+        waiting = [pool.submit(server.http.post, "/v1/completions", json=body) for body in bodies]
+        follower = pool.submit(server.http.post, "/v1/responses", json=background)
         server.wait_for_open(4)  # a response in the background, and its follower
         server.signal(signal.SIGTERM)
         for item in waiting:
@@ -90,11 +89,11 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
     server = start("held", shutdown_timeout=3600)
     server.line()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=20)
+        waiting = pool.submit(server.http.post, "/v1/completions", json=BODY)
         server.wait_for_open(1)
         server.signal(signal.SIGINT)
         server.wait_for_status("draining")
-        refused = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20)
+        refused = server.http.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutting_down")
         server.signal(signal.SIGTERM)
         assert waiting.result(20).status_code == 503
@@ -103,7 +102,7 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Process]) -> None:
 
 def test_a_signal_while_loading_ends_it(start: Callable[..., Process]) -> None:
     server = start("slow")
-    assert httpx.get(f"{server.url}/health", timeout=20).json() == {"status": "loading"}
+    assert server.http.get("/health").json() == {"status": "loading"}
     server.signal(signal.SIGTERM)
     assert server.end() == 0
 
@@ -118,7 +117,7 @@ def test_an_engine_that_cannot_start_is_one_line_and_2(start: Callable[..., Proc
 def test_the_server_goes_with_its_engine(start: Callable[..., Process]) -> None:
     server = start("dying")
     server.line()
-    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=20)
+    answer = server.http.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     assert server.end() == 70
     assert server.errors[-1] == "error: the engine process ended (signal 9)\n"

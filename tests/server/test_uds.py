@@ -16,7 +16,7 @@ from quire.errors import AddressInUseError, ConfigError
 from quire.server.listen import bind_unix, listening
 from quire.server.run import FileWatch
 from quire.server_config import ServerConfig
-from tests.server.test_run import Process
+from tests.server.process import Process
 
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
 
@@ -111,11 +111,7 @@ def server(tmp_path: Path, keys: Path) -> Iterator[Process]:
     """A server process on the socket `s` with the keys of the file."""
     made = Process("ok", uds=str(tmp_path / "s"), port=8000, api_key_file=str(keys))
     yield made
-    made.process.kill()
-    made.process.wait(10)
-    for pipe in (made.process.stdout, made.process.stderr):
-        assert pipe is not None
-        pipe.close()
+    made.close()
 
 
 def test_a_server_on_a_unix_socket(server: Process, tmp_path: Path, keys: Path) -> None:
@@ -127,12 +123,12 @@ def test_a_server_on_a_unix_socket(server: Process, tmp_path: Path, keys: Path) 
         assert client.post("/v1/completions", json=BODY, headers={"authorization": "Bearer one"}).status_code == 200
         assert client.post("/v1/completions", json=BODY, headers={"authorization": "Bearer two"}).status_code == 401
         keys.write_text("two")
-        server.process.send_signal(signal.SIGHUP)
+        server.signal(signal.SIGHUP)
         for _ in range(200):  # the signal is handled between two turns of the loop
             if client.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200:
                 break
         assert client.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
         assert client.get("/v1/models", headers={"authorization": "Bearer one"}).status_code == 401
-    server.process.send_signal(signal.SIGTERM)
+    server.signal(signal.SIGTERM)
     assert server.end() == 0
     assert not path.exists()
