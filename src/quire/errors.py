@@ -20,7 +20,7 @@ boundary (`ErrorData`). Rendering to JSON lives in `server.errors`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -36,6 +36,13 @@ def echo(value: Any) -> str:
         value = value[: MAX_ECHO + 1]
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 512 else "a very large integer"
     return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
+
+
+def listed(texts: Iterable[str], most: int = 20) -> str:
+    """Join texts for an error message, the first `most` of them only."""
+    found = list(texts)
+    text = ", ".join(found[:most])
+    return text if len(found) <= most else f"{text} and {len(found) - most} more"
 
 
 def first_line(error: BaseException) -> str:

@@ -134,7 +134,9 @@ class Fields:
         """A finite number larger than `above`."""
         expected = f"a number above {above:g}" if above > -math.inf else "a number"
         found: Any = self._value(key, default, expected, lambda value: _is_finite(value) and value > above)
-        return found if found is None else float(found)
+        if found is not None:
+            found = float(found)
+        return found
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` finite numbers above 0."""

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from quire.checkpoint.gguf.source import is_gguf
-from quire.errors import ModelError, echo, first_line
+from quire.errors import ModelError, echo, first_line, listed
 
 DEMO_MODEL = "quire-demo"
 
@@ -42,7 +42,6 @@ IGNORE_PATTERNS = ["[!0-9a]*/*", "a[!d]*/*", "ad[!d]*/*", "[0-9][!_]*/*", "*/*/*
 
 DEFAULT_GGUF = "Q4_K_M"  # of hub ids that name none
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-MAX_LISTED = 20
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -112,7 +111,7 @@ def choose_gguf(folder: Path, choice: str = "") -> Path:
     found = [path for path in files if not choice or ends.fullmatch(path.name)]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(echo(str(path.relative_to(folder))) for path in files[:MAX_LISTED])
+    names = listed(echo(str(path.relative_to(folder))) for path in files)
     if not files:
         raise ModelError(f"{folder}: no GGUF files")
     if not found:

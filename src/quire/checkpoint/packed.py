@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 from quire.checkpoint.files import parse_json_object, replacing
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import MappedFile
-from quire.checkpoint.tensor import HostTensor, meta_tensor
 from quire.errors import ModelError
 
 PACKED_FILE = "model.quire"
@@ -100,20 +99,3 @@ class PackedFile:
 
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")
-
-
-class PackedNames:
-    """A `WeightSource` that knows which tensors there were; their values are not there, and not needed."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
-        """Return a tensor of this shape without memory."""
-        return meta_tensor(shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -213,6 +214,7 @@ class TransposedTensor(QuantizedTensor):
         return self.inner.count_nonfinite()
 
 
+@lru_cache(maxsize=256)
 def meta_tensor(shape: tuple[int, ...]) -> HostTensor:
     """Return a float32 tensor that has a shape and takes no memory; its values are arbitrary."""
     return HostTensor(np.broadcast_to(np.float32(0), shape), "float32")

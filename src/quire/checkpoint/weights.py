@@ -27,12 +27,11 @@ from quire.checkpoint.tensor import (
     count_nonfinite,
     meta_tensor,
 )
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, listed
 
 logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class DryRunWeights:
         missing = [name for name in self._requested if name not in self._tensors]
         if missing:
             count = f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'}"
-            raise ModelError(f"{self._folder}: {count} missing from the weights: {_listed(missing)}")
+            raise ModelError(f"{self._folder}: {count} missing from the weights: {listed(map(echo, missing))}")
         for name, shape in self._requested.items():
             entry = self._tensors[name]
             where = f"{entry.path}: tensor {echo(name)}"
@@ -173,8 +172,22 @@ class DryRunWeights:
                 "%s: ignored %d tensors that this architecture does not have: %s",
                 self._folder,
                 len(extra),
-                _listed(extra),
+                listed(map(echo, extra)),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class MetaWeights:
+    """Tensors that have shapes and no values; `names` are those that exist, all if it is None."""
+
+    names: frozenset[str] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return self.names is None or name in self.names
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of this shape that takes no memory."""
+        return meta_tensor(shape)
 
 
 class DummyWeights:
@@ -244,9 +257,3 @@ class _DummyTensor(QuantizedTensor):
         if count <= size:
             return self._twice[begin : begin + count].reshape(self._shape)
         return np.resize(self._twice[begin : begin + size], self._shape)
-
-
-def _listed(names: list[str]) -> str:
-    """Join names for a message of one line, the first ones only if there are many."""
-    text = ", ".join(echo(name) for name in names[:MAX_LISTED])
-    return text if len(names) <= MAX_LISTED else f"{text} and {len(names) - MAX_LISTED} more"

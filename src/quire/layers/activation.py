@@ -34,18 +34,15 @@ def gate_kind(hidden_act: str) -> str:
     return hidden_act if hidden_act == "swiglu_oai" else activation_kind(hidden_act)
 
 
-def tanh(backend: Backend, x: Array) -> Array:
-    """Elementwise tanh of a new array x [R, N], in place; return it."""
-    backend.softcap(x, 1.0)
-    return x
-
-
 class Activation:
-    """Elementwise activation."""
+    """Elementwise activation: one that config.json has for hidden layers, or of layers after pooling "tanh"."""
 
-    def __init__(self, backend: Backend, hidden_act: str) -> None:
-        self.backend, self.kind = backend, activation_kind(hidden_act)
+    def __init__(self, backend: Backend, name: str) -> None:
+        self.backend, self.kind = backend, name if name == "tanh" else activation_kind(name)
 
     def __call__(self, x: Array) -> Array:
-        """Same shape out as in."""
+        """[R, N] -> [R, N]; x may be changed in place."""
+        if self.kind == "tanh":
+            self.backend.softcap(x, 1.0)
+            return x
         return self.backend.activation(x, self.kind)

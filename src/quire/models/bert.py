@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.backend import Array
-from quire.layers.activation import Activation, tanh
+from quire.layers.activation import Activation
 from quire.layers.builder import Builder
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import LayerNorm
@@ -120,13 +120,13 @@ class TanhClassifier:
     """out(tanh(dense(x)))."""
 
     def __init__(self, dense_in: Builder, dense: str, out_in: Builder, out: str, info: ModelInfo) -> None:
-        self.backend, hidden = out_in.backend, info.hidden_size
+        hidden, self.tanh = info.hidden_size, Activation(out_in.backend, "tanh")
         self.dense = ReplicatedLinear(dense_in, dense, hidden, hidden, bias=True)
         self.out = ReplicatedLinear(out_in, out, hidden, num_labels(info), bias=True)
 
     def __call__(self, pooled: Array) -> Array:
         """The first tokens' hidden states [R, H] -> logits [R, classes]."""
-        return self.out(tanh(self.backend, self.dense(pooled)))
+        return self.out(self.tanh(self.dense(pooled)))
 
 
 class NormClassifier:

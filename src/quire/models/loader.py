@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.open import is_packed, open_weights
-from quire.checkpoint.packed import PACKED_FILE, PackedFile, PackedNames
-from quire.checkpoint.weights import CheckpointWeights, DryRunWeights, DummyWeights
+from quire.checkpoint.packed import PACKED_FILE, PackedFile
+from quire.checkpoint.weights import CheckpointWeights, DryRunWeights, DummyWeights, MetaWeights
 from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Backend
 from quire.kernels.meta import MetaBackend
@@ -76,7 +76,7 @@ def load_model(
     if load_format == "dummy":
         return build_model(info, builder(DummyWeights(seed)), length)
     if load_format == "auto" and is_packed(info):
-        return _load_packed(info, builder(PackedNames([])), length)
+        return _load_packed(info, builder(MetaWeights()), length)
     checkpoint = open_weights(info, load_format, strategy)
     dry_run = DryRunWeights(checkpoint)
     counter, sizes = _byte_counter(backend.dtype, backend.quantization)
@@ -116,7 +116,7 @@ def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
     if builder.lora is not None or builder.layers is not None or builder.backend.world_size > 1:
         raise ModelError(f"{path}: packed weights take no LoRA adapters, and are not split over ranks or stages")
     names = file.header.get("names")
-    weights = PackedNames(names if isinstance(names, list) else [])
+    weights = MetaWeights(frozenset(names) if isinstance(names, list) else frozenset())
     with replaying_weights(builder.backend, file.records, f"{path}"):
         return build_model(info, replace(builder, weights=weights), length)
 

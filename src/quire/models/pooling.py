@@ -16,7 +16,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
 from quire.checkpoint.tensor import HostTensor
 from quire.kernels.backend import Array, AttentionMetadata, KVCache
-from quire.layers.activation import Activation, tanh
+from quire.layers.activation import Activation
 from quire.layers.builder import Builder
 from quire.layers.linear import ReplicatedLinear
 from quire.models.interface import Model
@@ -73,17 +73,13 @@ class _Dense:
     """activation(linear(x))."""
 
     def __init__(self, builder: Builder, dense: PoolingDense) -> None:
-        self.backend = builder.backend
         at = builder.under(dense.folder)
         self.linear = ReplicatedLinear(at, "linear", dense.in_features, dense.out_features, bias=dense.bias)
-        self.tanh = dense.activation == "tanh"
-        self.act = None if dense.activation in ("identity", "tanh") else Activation(self.backend, dense.activation)
+        self.act = None if dense.activation == "identity" else Activation(builder.backend, dense.activation)
 
     def __call__(self, x: Array) -> Array:
         """[R, in_features] -> [R, out_features]."""
         x = self.linear(x)
-        if self.tanh:
-            return tanh(self.backend, x)
         return x if self.act is None else self.act(x)
 
 

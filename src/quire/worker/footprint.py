@@ -18,8 +18,8 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import RESIDENT_BYTES
 from quire.checkpoint.open import has_weights, open_weights
-from quire.checkpoint.tensor import Tensor, meta_tensor
-from quire.checkpoint.weights import Checkpoint, DryRunWeights, WeightSource
+from quire.checkpoint.tensor import Tensor
+from quire.checkpoint.weights import Checkpoint, DryRunWeights, MetaWeights, WeightSource
 from quire.config import EngineConfig
 from quire.kernels.backend import Backend, LayerCache
 from quire.kernels.cpu.sizes import INSTRUCTION_BYTES, SCRATCH_BYTES
@@ -133,7 +133,7 @@ class Footprint:
         load_format = config.model.load_format
         if load_format != "dummy" and has_weights(info, load_format):
             checkpoint = open_weights(info, load_format)
-        log = _WeightLog(_Shapes() if checkpoint is None else DryRunWeights(checkpoint), checkpoint)
+        log = _WeightLog(MetaWeights() if checkpoint is None else DryRunWeights(checkpoint), checkpoint)
         self._backend = MetaBackend(
             config.model.dtype,
             config.cache.kv_cache_dtype,
@@ -268,22 +268,6 @@ class Footprint:
             vocab_size=self._model.vocab_size,
             num_groups=groups,
         ).nbytes
-
-
-class _Shapes:
-    """Tensors of any name and shape, as for dummy weights; those of one shape are one."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Tensor] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._made.get(shape)
-        if tensor is None:
-            tensor = self._made[shape] = meta_tensor(shape)
-        return tensor
 
 
 class _WeightLog:

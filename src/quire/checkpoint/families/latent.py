@@ -15,17 +15,11 @@ def _rotated_part(fields: Fields) -> dict[str, Any]:
 
 def _glm_layers(fields: Fields) -> dict[str, Any]:
     """Layers with experts are listed; all but the first have them where they are not."""
-    kinds, layers = fields.values.get("mlp_layer_types"), num_layers(fields)
-    first = 1
-    if kinds is not None:
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or any(kind not in ("dense", "sparse") for kind in kinds)
-        ):
-            raise fields.error("mlp_layer_types", f'a list of num_hidden_layers, {layers}, of "dense" and "sparse"')
-        first = kinds.index("sparse") if "sparse" in kinds else layers
-        if "dense" in kinds[first:]:
+    layers, first = num_layers(fields), 1
+    if fields.values.get("mlp_layer_types") is not None:
+        types = fields.names("mlp_layer_types", layers, ("dense", "sparse"))
+        first = types.index("sparse") if "sparse" in types else layers
+        if "dense" in types[first:]:
             raise fields.error("mlp_layer_types", "dense layers before sparse ones only")
     return {**_rotated_part(fields), "first_k_dense_replace": first, "moe_layer_freq": 1}
 

@@ -56,16 +56,16 @@ class _Reader:
 
     def config(self) -> dict[str, Any]:
         fields = self.fields
-        heads = self._same("attention.head_count")
+        heads, hidden = self._same("attention.head_count"), fields.integer("embedding_length", low=1)
         sizes: dict[str, Any] = {
             "num_hidden_layers": fields.integer("block_count"),
-            "hidden_size": fields.integer("embedding_length", low=1),
+            "hidden_size": hidden,
             "num_attention_heads": heads,
             "num_key_value_heads": self._same("attention.head_count_kv", heads),
             "intermediate_size": self._inner_size(),
             "max_position_embeddings": fields.integer("context_length"),
             "norm_eps": self._norm_eps(),
-            "head_dim": fields.integer("attention.key_length", sizes_head(fields, heads), low=1),
+            "head_dim": fields.integer("attention.key_length", max(1, hidden // heads), low=1),
         }
         if fields.values.get("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
             raise fields.error("attention.value_length", f"attention.key_length, {sizes['head_dim']}")
@@ -188,11 +188,6 @@ class _Reader:
             raise ModelError(f"{self._path}: tensor {echo(name)} is missing or wrong (expected F32 of {count} factors)")
         stored = self._home[name].view(entry.begin, entry.end)
         return [float(value) for value in stored.copy().view(np.float32)]
-
-
-def sizes_head(fields: Fields, heads: int) -> int:
-    """Return the size of a head where nothing says it."""
-    return max(1, fields.integer("embedding_length", low=1) // heads)
 
 
 def _plain(value: Any) -> Any:

@@ -16,10 +16,9 @@ import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Layout, QuantizedTensor
 from quire.checkpoint.weights import Checkpoint, StoredTensor
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, listed
 
 SCALES = ("F16", "BF16", "F32")
-MAX_LISTED = 20
 # Scales of activations, which some checkpoints have beside weights, are not used.
 OF_ACTIVATIONS = tuple(
     f".{name}_{part}" for name in ("input", "output", "activation", "q", "k", "v") for part in ("scale", "zero_point")
@@ -133,12 +132,10 @@ class Parts:
         """Raise ModelError if any part was missing."""
         if not self._missing:
             return
-        some = list(self._missing.items())[:MAX_LISTED]
-        text = ", ".join(f"{echo(name)} (beside {echo(beside)})" for name, beside in some)
-        rest = f" and {len(self._missing) - MAX_LISTED} more" if len(self._missing) > MAX_LISTED else ""
-        count = f"{len(self._missing)} part{'s' if len(self._missing) > 1 else ''} of quantized weights"
-        verb = "are" if len(self._missing) > 1 else "is"
-        raise ModelError(f"{self._folder}: {count} {verb} missing: {text}{rest}")
+        text = listed(f"{echo(name)} (beside {echo(beside)})" for name, beside in self._missing.items())
+        several = len(self._missing) > 1
+        count = f"{len(self._missing)} part{'s' if several else ''} of quantized weights {'are' if several else 'is'}"
+        raise ModelError(f"{self._folder}: {count} missing: {text}")
 
     def _present(self, name: str, beside: str) -> bool:
         if name in self._tensors:
