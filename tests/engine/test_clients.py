@@ -79,10 +79,11 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
             stats = await call(client, "stats")
             assert stats.value is not None
             assert (stats.value["num_running"], stats.value["num_free_blocks"]) == (0, 64)
-            assert "nonsense" in ((await call(client, "nonsense")).error or "")
+            error = (await call(client, "nonsense")).error
+            assert error is not None and "nonsense" in error.message and error.code == "invalid_config"
             blocks = await call(client, "blocks", limit=3)
             assert blocks.value is not None and [block["id"] for block in blocks.value["blocks"]] == [0, 1, 2]
-            assert "limit" in ((await call(client, "blocks", limit="3")).error or "")
+            assert "limit" in str((await call(client, "blocks", limit="3")).error)
             if isinstance(client, ProcessClient):  # with another client beside it: the same bits
                 assert client.process is not None
                 other = SocketClient(client.process.connect())

@@ -284,7 +284,7 @@ def test_the_only_client_slows_the_engine_down_and_loses_nothing(
     monkeypatch.setattr(clients_module, "WAIT_SECONDS", 0.01)
     client, got, waits = engine.connect(), list[Any](), threading.Event()
     engine.greet(client)
-    many = [CallResult(number, error="x" * 1000) for number in range(1000)]  # more than the sockets hold
+    many = [CallResult(number, value={"x": "x" * 1000}) for number in range(1000)]  # more than the sockets hold
 
     def read() -> None:
         assert waits.wait(30)  # it does not get on meanwhile
@@ -310,7 +310,7 @@ def test_one_of_several_clients_that_does_not_read_is_disconnected(
     for connection in (slow, other):
         engine.greet(connection)
     for number in range(1000):
-        engine.clients.send(0, CallResult(number, error="x" * 1000))
+        engine.clients.send(0, CallResult(number, value={"x": "x" * 1000}))
         engine.clients.send(1, CallResult(number))
         assert messages(other)[-1] == CallResult(number)
     assert engine.settle() == [(0, None)]
@@ -322,7 +322,7 @@ def test_an_engine_that_waits_for_a_slow_client_stops_when_another_connects_or_i
 ) -> None:
     monkeypatch.setattr(clients_module, "MAX_UNSENT", 1 << 16)
     monkeypatch.setattr(clients_module, "WAIT_SECONDS", 0.01)
-    large, others = CallResult(1, error="x" * (1 << 20)), list[Connection]()
+    large, others = CallResult(1, value={"x": "x" * (1 << 20)}), list[Connection]()
     slow = engine.connect()
     engine.greet(slow)
 

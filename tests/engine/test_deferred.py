@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.core import DEFERRED_WAIT_SECONDS, EngineCore
 from quire.engine.messages import AbortRequests
 from quire.engine_request import EngineRequest, LoRARequest
-from quire.errors import ConfigError, RequestError
+from quire.errors import EngineAsleepError, QuireError, RequestError
 from quire.executor.null import NullExecutor
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.step import AdapterResult, SequenceOutput
@@ -91,18 +92,30 @@ def test_sleep_waits_for_adapters_and_a_load_that_cannot_begin_is_none(folder: P
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
     core = EngineCore(config, executor=loader, info=load_model_info(folder))
     adapter = {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"}
+    answers: list[dict[str, Any] | QuireError] = []
     loader.error = RequestError("no room for another adapter")
     with pytest.raises(RequestError, match="no room"):
-        core.call("load_lora", adapter)
-    with pytest.raises(ConfigError, match="not being loaded"):
-        core.call("lora_status", {"lora_int_id": 1})
+        core.load_lora(adapter, answers.append)
+    assert not core.has_unfinished()
     loader.error = None
-    assert core.call("load_lora", adapter) == {"state": "loading"}
+    core.load_lora(adapter, answers.append)
+    core.step()
+    assert core.has_unfinished() and not answers
     with pytest.raises(RequestError, match="loading an adapter"):
         core.call("sleep", {"level": 1})
     loader.finished = {loader.user: AdapterResult(vocab_size=5)}
-    assert core.call("sleep", {"level": 1})["level"] == 1
-    assert core.call("lora_status", {"lora_int_id": 1})["state"] == "ready"
+    core.step()
+    assert not core.has_unfinished() and [answer["vocab_size"] for answer in answers] == [5]
+    core.load_lora(adapter, answers.append)
+    loader.finished = {loader.user: AdapterResult(error="no such folder")}
+    core.step()
+    error = answers[1]
+    assert isinstance(error, RequestError) and error.message == "the adapter a cannot be used: no such folder"
+    assert (error.param, error.code) == ("lora_path", "invalid_adapter")
+    assert core.call("sleep", {"level": 2})["level"] == 2
+    with pytest.raises(EngineAsleepError, match="without its weights"):
+        core.load_lora(adapter, answers.append)
+    assert core.call("unload_lora", {"lora_int_id": 1}) == {}
 
 
 def request(

@@ -13,6 +13,7 @@ import pytest
 
 from quire import AsyncLLM, SamplingParams
 from quire.config import EngineConfig
+from quire.engine.messages import Ready
 from quire.errors import (
     ConfigError,
     ContextLengthError,
@@ -535,6 +536,66 @@ def test_starting_is_done_once() -> None:
         await asyncio.gather(*(llm.start() for _ in range(5)), llm.submit("x"))
         assert sum(task.get_name() == "quire-receiver" for task in asyncio.all_tasks()) == 1
         await llm.close()
+
+    asyncio.run(run())
+
+
+class SlowClient:
+    """Holds up the start of a client until `loaded` is set."""
+
+    def __init__(self, client: FakeClient) -> None:
+        self.loaded = asyncio.Event()
+        self._start = client.start
+        client.start = self.start  # type: ignore[method-assign]
+
+    async def start(self) -> Ready:
+        await self.loaded.wait()
+        return await self._start()
+
+
+def test_a_start_that_was_cancelled_goes_on_for_the_next_caller() -> None:
+    async def run() -> None:
+        llm, client = fake_async_llm()
+        slow = SlowClient(client)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await llm.start()
+        assert not llm.errored and not client.closed
+        waiter = asyncio.create_task(llm.start())
+        await settle()
+        slow.loaded.set()
+        await waiter
+        assert await text_of(llm.generate("x"))
+        await llm.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_closing_ends_a_start() -> None:
+    async def run() -> None:
+        llm, client = fake_async_llm()
+        SlowClient(client)
+        waiters = [asyncio.create_task(llm.start()) for _ in range(2)]
+        await settle()
+        await llm.close()
+        for waiter in waiters:
+            with pytest.raises(EngineDeadError, match="did not start"):
+                await waiter
+        assert client.closed and llm.errored
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_leaving_while_the_context_is_entered_closes_the_engine() -> None:
+    async def run() -> None:
+        llm, client = fake_async_llm()
+        SlowClient(client)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), llm:
+                pass
+        assert client.closed and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
 

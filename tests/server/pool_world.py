@@ -46,7 +46,7 @@ class FakeLLM:
             error = self.world.failures.get(self.name)
             if error is not None:
                 raise error
-        except BaseException:
+        except QuireError:
             self.errored = True
             raise
         finally:

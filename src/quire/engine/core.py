@@ -18,7 +18,7 @@ import msgspec
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.advice import size_text
-from quire.engine.deferred import CompiledGrammar, DeferredRequests, LoadedAdapter, LoadLoRA, LoRAId
+from quire.engine.deferred import Answer, CompiledGrammar, DeferredRequests, LoadedAdapter
 from quire.engine.kv_cache_size import (
     ReservedBytes,
     allocation_failed,
@@ -28,11 +28,11 @@ from quire.engine.kv_cache_size import (
     reserved_bytes,
     step_failed,
 )
-from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep
+from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep, UnloadLoRA
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.resolve import load_info, resolve_config
-from quire.engine_request import EngineRequest
-from quire.errors import ConfigError, EngineDeadError, QuireError, RequestError
+from quire.engine_request import EngineRequest, LoRARequest
+from quire.errors import ConfigError, EngineAsleepError, EngineDeadError, QuireError, RequestError
 from quire.executor.base import Executor
 from quire.kernels.memory import resident_memory
 from quire.kvcache.block_hash import BlockHasher
@@ -205,7 +205,8 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        return len(self._in_flight) > 0 or len(self._deferred) > 0 or self.scheduler.has_unfinished()
+        deferred = len(self._deferred) > 0 or self._lora.is_loading
+        return deferred or len(self._in_flight) > 0 or self.scheduler.has_unfinished()
 
     def idle(self) -> bool:
         """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
@@ -228,6 +229,9 @@ class EngineCore:
         if self._failed:
             raise EngineDeadError("a step has failed; the engine cannot go on")
         refused = self._admit_deferred() if self._deferred else []
+        if self._lora.is_loading:
+            busy = self._deferred or self._in_flight or self.scheduler.has_unfinished()
+            self._lora.finish_loads(0.0 if busy else DEFERRED_WAIT_SECONDS)
         try:
             outputs = self._advance()
         except BaseException as error:
@@ -314,13 +318,12 @@ class EngineCore:
         return EngineOutputs(outputs=outputs or [], stats=self._stats(), timestamp=self.clock())
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
-        """Run an operation between steps, and return what there is to tell, JSON-like.
+        """Run an operation between steps; return its result, JSON-like.
 
         "reset_prefix_cache", "stats", "memory" (bytes of this process) and "check_integrity" take no arguments;
         "blocks" is a picture of the queues and the block manager (`ShowBlocks`), "prefixes" the radix tree of what is
         cached (`ShowPrefixes`), "timeline" what happened to a request (`ShowTimeline`); "sleep" frees memory until
-        "wake_up" (`Sleep`); "load_lora" begins to read an adapter (`LoadLoRA`), "lora_status" says what became of it,
-        "unload_lora" lets it go.
+        "wake_up" (`Sleep`); "unload_lora" unloads an adapter (`UnloadLoRA`), which `load_lora` has loaded.
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -341,24 +344,32 @@ class EngineCore:
             return self.recorder.timeline(_convert(arguments, ShowTimeline))
         if method == "memory":
             return {"resident": resident_memory()}
-        if method == "load_lora":
-            return self._lora.load(_convert(arguments, LoadLoRA))
-        if method == "lora_status":
-            return self._lora.status(_convert(arguments, LoRAId).lora_int_id)
         if method == "unload_lora":
-            return self._lora.unload(_convert(arguments, LoRAId).lora_int_id)
+            if self.sleep_level < 2:  # there are no adapters without the weights
+                self._lora.unload(_convert(arguments, UnloadLoRA).lora_int_id)
+            return {}
         if method == "sleep":
             return self._sleep(_convert(arguments, Sleep).level)
         if method == "wake_up":
             return self._wake_up()
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
+    def load_lora(self, arguments: Mapping[str, int | bool | str], answer: Answer) -> None:
+        """Load an adapter (arguments as in `LoRARequest`), to see whether it can be used; a later step answers.
+
+        Raises:
+            ConfigError: bad arguments. RequestError: LoRA is off. EngineAsleepError: there are no weights.
+        """
+        if self.sleep_level > 1:
+            raise EngineAsleepError("the engine is asleep without its weights; wake it up to load an adapter")
+        self._lora.load(_convert(arguments, LoRARequest), answer)
+
     def _sleep(self, level: int) -> dict[str, Any]:
         """Free the KV cache, at level 2 also the weights; what is cached is forgotten, except on disk.
 
         Raises `RequestError` while requests run, which would have to begin again, and while an adapter is loaded.
         """
-        if self._lora.is_loading():
+        if self._lora.is_loading:
             raise RequestError("the engine is loading an adapter; it sleeps once that has ended", code="engine_busy")
         if self._deferred or self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")

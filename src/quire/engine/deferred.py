@@ -6,30 +6,18 @@ fails ends the requests that need it and nothing else. It stays in use until its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import msgspec
-
 from quire.engine_request import EngineRequest, LoRARequest
-from quire.errors import ConfigError, ErrorData, RequestError, echo
+from quire.errors import ErrorData, QuireError, RequestError, echo
 from quire.executor.base import Adapters, Executor
 from quire.scheduler.request import Request
 from quire.step import AdapterResult, SequenceOutput
 
-
-class LoadLoRA(msgspec.Struct, forbid_unknown_fields=True):
-    """Arguments of the call "load_lora"; fields as in `LoRARequest`."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
-class LoRAId(msgspec.Struct, forbid_unknown_fields=True):
-    """Arguments of the calls "lora_status" and "unload_lora"."""
-
-    lora_int_id: int
+Answer = Callable[[dict[str, Any] | QuireError], None]
+"""Takes the result of a call, JSON-like, or its error."""
 
 
 class Prerequisite(Protocol):
@@ -82,8 +70,9 @@ class LoadedAdapter:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._results: dict[str, AdapterResult] = {}  # by user: the id of a request, or `_user_of_load`
-        self._loads: dict[int, AdapterResult | None] = {}  # by adapter, of `load`
+        self._results: dict[str, AdapterResult] = {}  # by user: the id of a request, or of a `load`
+        self._loads: dict[str, tuple[LoRARequest, Answer]] = {}  # by user
+        self._numbers = itertools.count()
 
     @property
     def _adapters(self) -> Adapters:
@@ -118,55 +107,38 @@ class LoadedAdapter:
         self._results.pop(engine_request.request_id, None)
         self._adapters.release(engine_request.lora_int_id, engine_request.request_id)
 
-    def load(self, arguments: LoadLoRA) -> dict[str, Any]:
-        """Begin to load an adapter that no request needs yet, to see whether it can be used."""
-        request = LoRARequest(arguments.lora_name, arguments.lora_int_id, arguments.lora_path)
-        self._adapters.prepare(request, _user_of_load(request.lora_int_id))
-        self._loads[request.lora_int_id] = None
-        return self.status(request.lora_int_id)
-
+    @property
     def is_loading(self) -> bool:
-        """Whether a `load` has no outcome yet."""
-        self._poll(0.0)
-        return None in self._loads.values()
+        """Whether a `load` was not answered yet."""
+        return bool(self._loads)
 
-    def status(self, number: int) -> dict[str, Any]:
-        """Return the outcome of `load`: "state" is "loading", "ready" or "failed"."""
-        self._poll(0.0)
-        if number not in self._loads:
-            raise ConfigError(f"adapter {number} is not being loaded", param="lora_int_id")
-        result = self._loads[number]
-        if result is None:
-            return {"state": "loading"}
-        del self._loads[number]
-        if result.error is not None:
-            return {"state": "failed", "error": result.error}
-        return {
-            "state": "ready",
-            "vocab_size": result.vocab_size,
-            "num_logits": result.num_logits,
-            "digest": result.digest,
-        }
+    def load(self, request: LoRARequest, answer: Answer) -> None:
+        """Begin to load an adapter that no request needs yet, to see whether it can be used.
 
-    def unload(self, number: int) -> dict[str, Any]:
+        `finish_loads` calls `answer`. Raises `RequestError` if this engine serves no adapters.
+        """
+        user = f"\0load {next(self._numbers)}"  # no request has such an id
+        self._adapters.prepare(request, user)
+        self._loads[user] = request, answer
+
+    def finish_loads(self, wait: float) -> None:
+        """Answer each `load` that has ended; if there is none, wait for one up to `wait` seconds."""
+        self._poll(wait)
+        for user in self._loads.keys() & self._results.keys():
+            (request, answer), result = self._loads.pop(user), self._results.pop(user)
+            self._adapters.release(request.lora_int_id, user)
+            if result.error is None:
+                answer({"vocab_size": result.vocab_size, "num_logits": result.num_logits, "digest": result.digest})
+            else:
+                message = f"the adapter {request.lora_name} cannot be used: {result.error}"
+                answer(RequestError(message, param="lora_path", code="invalid_adapter"))
+
+    def unload(self, number: int) -> None:
         """Unload an adapter as soon as no request uses it."""
         self._adapters.unload(number)
-        return {}
 
     def _poll(self, wait: float) -> None:
-        if self._executor.adapters is None:
-            return
         self._results.update(self._adapters.poll(wait))
-        for number in self._loads:
-            user = _user_of_load(number)
-            if user in self._results:
-                self._loads[number] = self._results.pop(user)
-                self._adapters.release(number, user)
-
-
-def _user_of_load(number: int) -> str:
-    """Return the user of an adapter while `load` waits for it; no request has such an id."""
-    return f"\0load {number}"
 
 
 def _unknown_token(request: Request, adapter: AdapterResult) -> str | None:

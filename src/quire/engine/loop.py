@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
@@ -103,8 +103,10 @@ class RequestOwners:
         owned.ids = owned.ids - ended
 
 
-def apply(core: EngineCore, owners: RequestOwners, client_index: int, message: ToEngine | None) -> FromEngine | None:
-    """Carry out a client's message; return the answer, if there is one at once.
+def apply(
+    core: EngineCore, owners: RequestOwners, clients: Clients, client_index: int, message: ToEngine | None
+) -> None:
+    """Carry out a client's message, and answer it.
 
     A request that the scheduler refuses gets its "error" here: one bad message must not end the loop.
     """
@@ -114,23 +116,37 @@ def apply(core: EngineCore, owners: RequestOwners, client_index: int, message: T
                 core.add(message)
             except RequestError as error:
                 problem = ErrorData.of(error)
-                return core.snapshot(
-                    [
-                        SequenceOutput(sequence_id, [], finish_reason="error", error=problem)
-                        for sequence_id in message.sequence_ids
-                    ]
-                )
-            owners.add(client_index, message)
+                outputs = [
+                    SequenceOutput(sequence_id, [], finish_reason="error", error=problem)
+                    for sequence_id in message.sequence_ids
+                ]
+                clients.send(client_index, core.snapshot(outputs))
+            else:
+                owners.add(client_index, message)
         case AbortRequests():
             core.abort(AbortRequests(owners.remove(client_index, message.request_ids)))
         case Call():
-            try:
-                return CallResult(call_id=message.call_id, value=core.call(message.method, message.arguments))
-            except QuireError as error:
-                return CallResult(call_id=message.call_id, error=ErrorData.of(error))
+            _call(core, message, lambda result: clients.send(client_index, result))
         case None:
             core.abort(AbortRequests(owners.remove(client_index, owners.owned_by(client_index))))
-    return None
+
+
+def _call(core: EngineCore, call: Call, send: Callable[[CallResult], None]) -> None:
+    """Run an operation, and send its result, now or from a later step."""
+
+    def answer(result: dict[str, Any] | QuireError) -> None:
+        if isinstance(result, QuireError):
+            send(CallResult(call.call_id, error=ErrorData.of(result)))
+        else:
+            send(CallResult(call.call_id, result))
+
+    try:
+        if call.method == "load_lora":
+            core.load_lora(call.arguments, answer)
+        else:
+            answer(core.call(call.method, call.arguments))
+    except QuireError as error:
+        answer(error)
 
 
 def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None) -> None:
@@ -150,10 +166,8 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
         for client_index, message in clients.receive(idle):
             idle_sent = idle_sent and not isinstance(message, EngineRequest)
             observer.begin_message(message)
-            answer = apply(core, owners, client_index, message)
+            apply(core, owners, clients, client_index, message)
             observer.end_work()
-            if answer is not None:
-                clients.send(client_index, answer)
         if core.has_unfinished():
             observer.begin_step()
             outputs = core.step()

@@ -36,7 +36,7 @@ class AbortRequests(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """An operation between steps, a method of `EngineCore.call` with its arguments. Answered by `CallResult`."""
+    """An operation between steps: "load_lora" or one of `EngineCore.call`. Answered by `CallResult`."""
 
     call_id: int
     method: str
@@ -68,6 +68,12 @@ class ShowPrefixes(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHOWN)] = 1024
     tokens: bool = False
     text: bool = False
+
+
+class UnloadLoRA(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of the call "unload_lora"."""
+
+    lora_int_id: int
 
 
 class Sleep(msgspec.Struct, forbid_unknown_fields=True):

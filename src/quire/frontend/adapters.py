@@ -21,8 +21,6 @@ from quire.config import EngineConfig
 from quire.engine_request import LoRARequest
 from quire.errors import ConfigError, NotFoundError, RequestError, UnsupportedError, echo
 
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.01, 0.5
-
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -129,18 +127,9 @@ class AdapterRegistry:
             raise NotFoundError(f"{path}: no such folder", param="lora_path", code="adapter_not_found")
         self._loading.add(name)
         try:
-            arguments = {"lora_name": name, "lora_int_id": request.lora_int_id, "lora_path": path}
-            answer, wait = await self._call("load_lora", **arguments), FIRST_WAIT_SECONDS
-            while answer["state"] == "loading":
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, MAX_WAIT_SECONDS)
-                answer = await self._call("lora_status", lora_int_id=request.lora_int_id)
+            await self._call("load_lora", **msgspec.structs.asdict(request))
         finally:
             self._loading.discard(name)
-        if answer["state"] == "failed":
-            raise RequestError(
-                f"the adapter {name} cannot be used: {answer['error']}", param="lora_path", code="invalid_adapter"
-            )
         self._registered[name] = RegisteredAdapter(request, int(time.time()))
         return request
 

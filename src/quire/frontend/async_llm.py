@@ -117,7 +117,7 @@ class AsyncLLM:
             on_restart=self._on_engine_restart,
         )
         self._front = front_model
-        self._starting = asyncio.Lock()
+        self._startup: asyncio.Task[None] | None = None
         self._requests: RequestProcessor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receiver: asyncio.Task[None] | None = None
@@ -140,41 +140,55 @@ class AsyncLLM:
         )
 
     async def start(self) -> None:
-        """Load tokenizer and model; return when requests can be served. Later calls do nothing.
+        """Load tokenizer and model; return when requests can be served.
+
+        All callers wait for the same startup. It continues if they are cancelled, and ends with `close`.
 
         Raises:
             QuireError: the options or the model are unusable.
         """
         if self._receiver is not None:
             return
-        async with self._starting:
+        if self._startup is None:
             await self.check_health()
-            if self._receiver is not None:
-                return
-            self._loop = asyncio.get_running_loop()
-            self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="quire-tokenizer")
-            engine = asyncio.ensure_future(self._client.start())
-            try:
-                if self._front is None:
-                    self._front = await self._in_thread(lambda: load_front_model(self.config))
-                self._requests = RequestProcessor(
-                    self._front,
-                    await engine,
-                    self._client.send,
-                    listeners=self._listeners,
-                    on_idle=self._refresh_stats,
-                )
-            except BaseException as error:
-                self._dead = error if isinstance(error, QuireError) else EngineDeadError("the engine did not start")
-                engine.cancel()
-                await asyncio.gather(engine, return_exceptions=True)
-                await self._client.close()
-                self._threads.shutdown(wait=False)
-                raise
-            self._receiver = asyncio.create_task(self._receive(), name="quire-receiver")
+            self._startup = asyncio.create_task(self._start(), name="quire-startup")
+            self._startup.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have no waiter
+        try:
+            await asyncio.shield(self._startup)
+        except asyncio.CancelledError:
+            if self._startup.cancelled():
+                await self.check_health()  # closed, by another task
+            raise
+
+    async def _start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="quire-tokenizer")
+        engine = asyncio.ensure_future(self._client.start())
+        try:
+            if self._front is None:
+                self._front = await self._in_thread(lambda: load_front_model(self.config))
+            self._requests = RequestProcessor(
+                self._front,
+                await engine,
+                self._client.send,
+                listeners=self._listeners,
+                on_idle=self._refresh_stats,
+            )
+        except BaseException as error:
+            self._dead = error if isinstance(error, QuireError) else EngineDeadError("the engine did not start")
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+            await self._client.close()
+            self._threads.shutdown(wait=False)
+            raise
+        self._receiver = asyncio.create_task(self._receive(), name="quire-receiver")
 
     async def __aenter__(self) -> AsyncLLM:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -563,6 +577,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End the engine; streams still open raise `EngineDeadError`. Later calls do nothing."""
+        if self._startup is not None and not self._startup.done():
+            self._startup.cancel()
+            await asyncio.gather(self._startup, return_exceptions=True)
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)

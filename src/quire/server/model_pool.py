@@ -296,6 +296,8 @@ class ModelPool:
             async with asyncio.timeout(self._timeout(model)):
                 await (model.llm.wake_up() if waking else self._start(model))
         except TimeoutError:
+            if not waking:
+                await model.llm.close()  # its engine would go on loading
             self._fail(model, QuireError(f"it was not loaded within {self._load_timeout:g} s", code="timeout"))
         except QuireError as error:
             self._fail(model, error)
