@@ -362,23 +362,24 @@ class MetaBackend(CollectiveOps):
 
     def _packed_product(self, weight: MetaWeight, tiles: int, whole: int, rows: int) -> np.ndarray:
         """Allocate what `products.multiply` does, for `tiles` rows in tiles and `whole` rows in whole tiles."""
+        width = weight.padded // 2 if weight.gated else weight.padded
         if weight.bits:
-            packed = self._packed_integers(tiles, weight)
-        elif self._paired:
-            packed = [self.empty((tiles * ((weight.inputs + 1) // 2),), np.uint32)]
-            rows = tiles
-        else:
-            packed = [self.empty((whole * weight.inputs,))]
-        out = self._out((rows, weight.padded // 2 if weight.gated else weight.padded), instructions=2)
+            out = self._out((rows, width), instructions=2)
+            self._packed_integers(tiles, weight)
+            return out
+        packed = self.empty((tiles * ((weight.inputs + 1) // 2) if self._paired else whole * weight.inputs,))
+        out = self._out((tiles if self._paired else rows, width), instructions=2)
         del packed
         return out
 
-    def _packed_integers(self, rows: int, weight: MetaWeight) -> list[np.ndarray]:
-        """Return the inputs of a product with integers: rounded with starts and scales, or as floats."""
+    def _packed_integers(self, rows: int, weight: MetaWeight) -> None:
+        """Allocate the inputs of a product with integers: as floats, or rounded with starts and scales."""
         if self.quantization == "int8-weight-only":
-            return [self.empty((rows * weight.depth,))]
-        packed = self.empty((rows * weight.depth // 4,), np.uint32)
-        return [packed, self.empty((rows * (weight.depth // weight.group),), np.int32), self.empty((rows,))]
+            self.empty((rows * weight.depth,))
+        else:
+            sizes = rows * weight.depth // 4, rows * (weight.depth // weight.group), rows
+            together = [self.empty((size,)) for size in sizes]
+            del together
 
     def _gpu_product(self, rows: int, weight: MetaWeight) -> np.ndarray:
         """Return a product on a GPU; rows that are quantized are so before it, and gates are applied after it."""

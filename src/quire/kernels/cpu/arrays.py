@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from bisect import bisect_left
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -133,46 +134,60 @@ class Arena:
 
     A program carries out its instructions in the order they were recorded, so memory that is free when an instruction
     is recorded is free when it runs. Recordings use the same memory one after another; it grows and never moves.
+
+    An array takes the smallest free piece that it fits into and leaves the rest of it free; free neighbours are joined.
     """
 
     def __init__(self) -> None:
         self._slabs: list[Any] = []
+        self._ends: list[int] = []  # of what was ever taken from each slab
         self._generation = 0
         self.restart()
 
     def restart(self) -> None:
         """Begin a new recording."""
         self._generation += 1
-        self._slab, self._used = 0, 0
-        self._free: dict[int, list[tuple[int, int]]] = {}
+        self._free = [[(0, slab.nbytes)] for slab in self._slabs]  # of each slab, by address: first byte, last byte + 1
 
     @property
     def size(self) -> int:
         """Bytes taken from the system, touched or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
+    @property
+    def touched(self) -> int:
+        """Bytes that were part of an array in some recording, or lie before one in its slab."""
+        return sum(self._ends)
+
     def empty(self, shape: tuple[int, ...], dtype: Any, recorder: Recorder) -> Recorded:
         """Return an array of this shape."""
         count = math.prod(shape)
         size = max(1, -(-count * np.dtype(dtype).itemsize // ALIGNMENT)) * ALIGNMENT
-        waiting = self._free.get(size)
-        slab, start = waiting.pop() if waiting else self._new_piece(size)
+        slab, start = self._take(size)
         # numpy arrays point past other arrays to the owner of the memory, so this object lives as long as any view.
         owner = self._piece(slab, start, size)
-        weakref.finalize(owner, self._give_back, self._generation, size, (slab, start)).atexit = False
+        weakref.finalize(owner, self._give_back, self._generation, slab, start, start + size).atexit = False
         array = np.frombuffer(owner, dtype, count).view(Recorded).reshape(shape)
         array.recorder = recorder
         return array
 
-    def _new_piece(self, size: int) -> tuple[int, int]:
-        while self._slab < len(self._slabs):
-            if self._used + size <= self._slabs[self._slab].nbytes:
-                start, self._used = self._used, self._used + size
-                return self._slab, start
-            self._slab, self._used = self._slab + 1, 0
-        self._slabs.append(self._allocate(max(size, SLAB_BYTES)))
-        self._used = size
-        return self._slab, 0
+    def _take(self, size: int) -> tuple[int, int]:
+        fitting = [
+            (stop - start, slab, start)
+            for slab, pieces in enumerate(self._free)
+            for start, stop in pieces
+            if stop - start >= size
+        ]
+        if not fitting:
+            self._slabs.append(self._allocate(max(size, SLAB_BYTES)))
+            self._ends.append(0)
+            self._free.append([(0, self._slabs[-1].nbytes)])
+            fitting = [(self._slabs[-1].nbytes, len(self._slabs) - 1, 0)]
+        room, slab, start = min(fitting)
+        place = bisect_left(self._free[slab], (start,))
+        self._free[slab][place : place + 1] = [(start + size, start + room)] if room > size else []
+        self._ends[slab] = max(self._ends[slab], start + size)
+        return slab, start
 
     def _allocate(self, size: int) -> Any:
         return _aligned(size)
@@ -180,9 +195,16 @@ class Arena:
     def _piece(self, slab: int, start: int, size: int) -> Any:
         return _piece_type(size).from_buffer(self._slabs[slab].data, start)
 
-    def _give_back(self, generation: int, size: int, piece: tuple[int, int]) -> None:
-        if generation == self._generation:
-            self._free.setdefault(size, []).append(piece)
+    def _give_back(self, generation: int, slab: int, start: int, stop: int) -> None:
+        if generation != self._generation:
+            return
+        pieces = self._free[slab]
+        place = last = bisect_left(pieces, (start,))
+        if place > 0 and pieces[place - 1][1] == start:
+            place, start = place - 1, pieces[place - 1][0]
+        if last < len(pieces) and pieces[last][0] == stop:
+            last, stop = last + 1, pieces[last][1]
+        pieces[place:last] = [(start, stop)]
 
 
 class _Addresses(NamedTuple):
@@ -194,21 +216,10 @@ class _Addresses(NamedTuple):
 class MetaArena(Arena):
     """An arena that hands out addresses instead of memory, for arrays that nothing reads or writes."""
 
-    def __init__(self) -> None:
-        self._ends: list[int] = []
-        super().__init__()
-
-    @property
-    def touched(self) -> int:
-        """Bytes that were part of an array in some recording."""
-        return sum(self._ends)
-
     def _allocate(self, size: int) -> Any:
-        self._ends.append(0)
         return _Addresses(size)
 
     def _piece(self, slab: int, start: int, size: int) -> Any:
-        self._ends[slab] = max(self._ends[slab], start + size)
         return _piece_type(size).from_address(((slab + 1) << SLAB_BITS) + start)
 
 

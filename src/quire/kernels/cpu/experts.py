@@ -458,8 +458,8 @@ def experts(
         return launcher.empty((0, packed.last.one.outputs))
     groups = group(launcher, ids, len(packed.first.weights), packed.units)
     gathered = launcher.empty((groups.padded, x.shape[1]))
-    args = x, step, x.shape[1], groups.places, chosen, gathered
-    launcher.emit(gather_rows, *args, items=groups.count, work=3 * groups.count * x.shape[1])
+    sizes = {"items": groups.count, "work": 3 * groups.count * x.shape[1]}
+    launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)
     settings = int_level, round_inputs
     if packed.first.one.gated:
         inner = multiply(groups, gathered, x.shape[1], packed.first, kind, *settings)
