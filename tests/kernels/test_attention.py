@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
+from quire.kernels.backend import AttentionMetadata, AttentionParams
 from quire.kernels.cpu.cache import KV_STORAGE, CPUKVCache
 from quire.kernels.cpu.kv_write import write_kv
 from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
+from quire.kernels.reference.backend import InvariantReferenceBackend
 from tests.kernels.both_ways import T_SIZES, new_launcher
 from tests.kernels.paged_scenes import (
-    FLOATS,
+    HALF,
     KINDS,
     PAIRS,
     SHAPES,
@@ -22,9 +29,10 @@ from tests.kernels.paged_scenes import (
     rounded,
     scene_of,
 )
-from tests.kernels.scenes import normal, round_to
+from tests.kernels.scenes import Paged, normal, round_to
 
 Kind = tuple[str, bool]
+Chunk = tuple[int, int, int]  # sequence, first position, last + 1
 LENGTHS = [70, 1, 33, 300]
 # Whole prompts, single tokens and chunks in one step: (sequence, first, stop).
 MIXED = [(0, 0, 70), (1, 0, 1), (2, 32, 33), (3, 140, 297)]
@@ -42,8 +50,7 @@ def test_attention_is_a_softmax_over_the_visible_keys(shape: tuple, kind: Kind) 
     np.testing.assert_allclose(got, exact(scene, shape, kind, MIXED), atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, _ in FLOATS])
-@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize(("shape", "kind"), zip(SHAPES[:3], ("float32", "bfloat16", "float16"), strict=True))
 def test_the_reference_backend_says_the_same(shape: tuple, kind: str) -> None:
     scene, backend = scene_of(shape, LENGTHS), ReferenceBackend("float32", kind)
     got = scene.attend(backend, scene.cache(backend), layer(backend, shape), MIXED)
@@ -129,10 +136,9 @@ def test_one_visible_key_gives_its_value_back(kind: Kind) -> None:
     np.testing.assert_array_equal(got, np.repeat(round_to(scene.v, kind[0]), 2, axis=1).reshape(9, -1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"), [(("bfloat16", False), 2.0**-8), (("float16", False), 2.0**-11), (BEST, 2.0**-8)]
-)
-def test_halfway_values_are_rounded_to_even(kind: Kind, step: float) -> None:
+@pytest.mark.parametrize("kind", [("bfloat16", False), BEST, HALF])
+def test_halfway_values_are_rounded_to_even(kind: Kind) -> None:
+    step = 2.0**-11 if kind[0] == "float16" else 2.0**-8
     shape = (8, 4, 1, 1, 1, None, False, False)
     scene, backend = scene_of(shape, [1]), Direct(kind)
     scene.v[:] = [1 + step, 1 + 3 * step, -1 - step, -1 - 3 * step, 1 + 1.01 * step, 1 + 2.99 * step, 0, 1e-6]
@@ -300,3 +306,193 @@ def test_every_bit_of_bfloat16_lands_in_its_place(size: int, block_size: int, pa
                 values_in_rows = np.moveaxis(cache.values, 4, 3) if paired else cache.values
                 np.testing.assert_array_equal(keys_in_rows, keys)
                 np.testing.assert_array_equal(values_in_rows.reshape(values.shape), values)
+
+
+def test_every_float16_lands_in_its_place() -> None:
+    rng, (blocks, block_size, heads, size) = np.random.default_rng(0), (7, 6, 3, 18)
+    cache = CPUKVCache.allocate(blocks, block_size, heads, size, KV_STORAGE["float16"])
+    # From sizes that become 0, through subnormal numbers, to those that become infinity; and anything else there is.
+    sizes = np.float32(2) ** rng.integers(-27, 17, (2, 40, heads * size)).astype(np.float32)
+    k, v = normal(rng, *sizes.shape) * sizes
+    k[::3] = any_bits(rng, *k[::3].shape)
+    slots = some_slots(rng, 40, blocks * block_size)
+    write_kv(new_launcher(2), k, v, cache, slots)
+    kept = slots >= 0
+    at = slots[kept] // block_size, slice(None), slots[kept] % block_size
+    for x, found in ((k, np.moveaxis(cache.keys, 3, 2)), (v, cache.values)):
+        expected = np.zeros((blocks, heads, block_size, size), np.float16)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected[at] = x[kept].astype(np.float16).reshape(-1, heads, size)
+        np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.float16), expected)
+
+
+# Foreign slots are all but those of positions that a query of the step sees: blocks of others, those that left a
+# window, the part of a block before a window, the rest of a last block. What other sequences left there never shows:
+# neither NaN nor infinity.
+
+# block size, window: windows that begin anywhere in a block, a tile of 32 and a segment of 128
+CUTS = [(16, None), (16, 1), (16, 37), (16, 130), (32, 45), (64, 200), (8, 11), (6, 33), (1, 5), (48, 129), (5, 140)]
+STEPS: dict[str, list[Chunk]] = {
+    "decode": [(0, 299, 300), (1, 40, 41), (2, 0, 1)],
+    "prefill": [(0, 150, 291), (1, 0, 41)],
+    "mixed": [(0, 297, 300), (2, 0, 1), (1, 37, 39)],
+    "long": [(3, 1100, 1101)],
+}
+FOREIGN_LENGTHS = [300, 41, 1, 1101]
+ODD = [(24, 5), (33, 3), (16, 2)]  # head size, block size: layouts that are not paired, or hardly
+
+
+def foreign_slots(scene: Paged, chunks: list[Chunk], window: int | None) -> np.ndarray:
+    """Return the slots of all positions but those that the chunks see."""
+    seen = [scene.slots(s, 0 if window is None else max(0, first - window + 1), stop) for s, first, stop in chunks]
+    return np.setdiff1d(np.arange(scene.num_blocks * scene.block_size), np.concatenate(seen))
+
+
+def misdirect(scene: Paged, chunks: list[Chunk], window: int | None) -> None:
+    """Let the entries of blocks that no query sees name any other block."""
+    rng = np.random.default_rng(0)
+    for s, first, stop in chunks:
+        start = 0 if window is None else max(0, first - window + 1) // scene.block_size
+        end = -(-stop // scene.block_size)
+        table = scene.tables[s]
+        table[:start] = rng.integers(0, scene.num_blocks, start)
+        table[end:] = rng.integers(0, scene.num_blocks, len(table) - end)
+
+
+def spoil(backend: object, cache: object, slots: np.ndarray, value: float, width: int) -> None:
+    """Write a value that is not finite into slots, as another sequence would; of int8 the scales are spoilt."""
+    flaw = backend.from_numpy(np.full((len(slots), width), value, np.float32))  # type: ignore[attr-defined]
+    backend.write_kv(flaw, flaw, cache, backend.from_numpy(slots))  # type: ignore[attr-defined]
+    if isinstance(cache, CPUKVCache) and cache.key_scales is not None:
+        for scales in (cache.key_scales, cache.value_scales):
+            assert scales is not None
+            by_slot = np.moveaxis(scales, 1, 2)  # [B, bs, H]
+            by_slot[slots // by_slot.shape[1], slots % by_slot.shape[1]] = value
+
+
+def check_foreign_slots(backend: object, shape: tuple, chunks: list[Chunk]) -> None:
+    """Check that attention with spoilt foreign slots equals that with clean ones, bit for bit."""
+    window = shape[4]
+    scene, params = scene_of(shape, FOREIGN_LENGTHS), layer(backend, shape)
+    clean = backend.new_kv_cache(scene.num_blocks, scene.block_size, shape[3], shape[0])  # type: ignore[attr-defined]
+    put = backend.from_numpy  # type: ignore[attr-defined]
+    slots = np.concatenate([scene.slots(s, 0, n) for s, n in enumerate(scene.lengths)])
+    k, v = (put(x.reshape(len(slots), -1)) for x in (scene.k, scene.v))
+    backend.write_kv(k, v, clean, put(slots))  # type: ignore[attr-defined]
+    expected = np.array(scene.attend(backend, clean, params, chunks))
+    assert np.isfinite(expected).all()
+    foreign = foreign_slots(scene, chunks, window)
+    misdirect(scene, chunks, window)
+    for value in (np.nan, np.inf, -np.inf):
+        spoil(backend, clean, foreign, value, shape[3] * shape[0])
+        np.testing.assert_array_equal(scene.attend(backend, clean, params, chunks), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("block_size", "window"), CUTS)
+def test_kernels_never_read_foreign_slots(block_size: int, window: int | None, kind: Kind) -> None:
+    for step in STEPS.values():
+        check_foreign_slots(Direct(kind), (16, block_size, 4, 2, window, None, False, False), step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_with_softcap_sinks_and_slopes_in_any_layout_or_where_a_context_is_split(kind: Kind) -> None:
+    for window, (head_size, block_size) in itertools.product((None, 34), ODD):
+        shape = (head_size, block_size, 3, 1, window, 2.0, True, True)
+        check_foreign_slots(Direct(kind, 2), shape, STEPS["mixed"] + STEPS["long"])
+    for window, threads in itertools.product((None, 1000), (1, 2)):
+        check_foreign_slots(Direct(kind, threads), (64, 16, 8, 2, window, None, False, False), STEPS["long"])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "dtype"), [(16, None, "float32"), (16, 37, "bfloat16"), (6, 33, "int8")]
+)
+def test_nor_does_the_reference(block_size: int, window: int | None, dtype: str) -> None:
+    for step in ("decode", "prefill"):
+        shape = (16, block_size, 4, 2, window, None, False, False)
+        check_foreign_slots(ReferenceBackend("float32", dtype), shape, STEPS[step])
+
+
+# Encoders: every token sees all of its text, or what is near it to either side.
+
+WHOLE = [(s, 0, length) for s, length in enumerate(LENGTHS)]
+ENCODER_SHAPES = [
+    (8, 16, 4, 2, None, None, False, False),
+    (24, 1, 3, 1, 5, None, True, False),
+    (64, 32, 2, 2, 65, None, False, False),
+    (33, 5, 8, 1, 40, 0.5, False, False),
+    (18, 6, 5, 1, 1, None, True, False),
+]
+
+
+def encoder(backend: object, shape: tuple) -> AttentionParams:
+    """Make the layer's constants."""
+    return replace(layer(backend, shape), causal=False)
+
+
+def by_torch(scene: Paged, shape: tuple) -> np.ndarray:
+    """All rows by torch's attention, without sinks and softcap."""
+    params, parts = encoder(None, shape), []
+    for s in range(len(scene.lengths)):
+        own = slice(scene.starts[s], scene.starts[s + 1])
+        q, k, v = (torch.from_numpy(x[own]).double().transpose(0, 1) for x in (scene.q, scene.k, scene.v))
+        at = torch.arange(q.shape[1])
+        near = (at[:, None] - at[None, :]).abs() < (params.sliding_window or 10**6)
+        out = F.scaled_dot_product_attention(q, k, v, near, scale=params.scale, enable_gqa=True)
+        parts.append(out.transpose(0, 1).reshape(len(at), -1).numpy())
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("backend_class", [ReferenceBackend, InvariantReferenceBackend])
+@pytest.mark.parametrize("shape", [ENCODER_SHAPES[0], ENCODER_SHAPES[2]])
+def test_encoders_of_the_reference_backends_do_what_torch_does(
+    shape: tuple, backend_class: type[ReferenceBackend]
+) -> None:
+    scene, backend = scene_of(shape, LENGTHS[:3]), backend_class("float32", "float32")
+    got = scene.attend(backend, scene.cache(backend), encoder(backend, shape), WHOLE[:3])
+    np.testing.assert_allclose(got, by_torch(scene, shape), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ENCODER_SHAPES)
+def test_rows_of_encoders_see_what_is_before_and_after_them(shape: tuple, kind: Kind) -> None:
+    scene, backend = scene_of(shape, LENGTHS), Direct(kind)
+    cache = scene.cache(backend)
+    got = scene.attend(backend, cache, encoder(backend, shape), WHOLE)
+    expected = exact(scene, shape, kind, WHOLE, causal=False)
+    np.testing.assert_allclose(got, expected, atol=2e-2 if cache.paired else 1e-5)
+
+
+@pytest.mark.parametrize("kind", [("float32", False), PAIRS[0]])
+def test_company_and_threads_do_not_change_a_bit_of_encoders(kind: Kind) -> None:
+    for shape in (ENCODER_SHAPES[0], ENCODER_SHAPES[3]):
+        scene = scene_of(shape, LENGTHS)
+        one, two = Direct(kind), Direct(kind, num_threads=2)
+        cache, params = scene.cache(one), encoder(None, shape)
+        together = scene.attend(one, cache, params, WHOLE)
+        np.testing.assert_array_equal(scene.attend(two, cache, params, WHOLE), together)
+        alone = np.concatenate([scene.attend(one, cache, params, [chunk]) for chunk in WHOLE])
+        np.testing.assert_array_equal(alone, together)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_recorded_step_of_an_encoder_runs_with_other_lengths(threads: int) -> None:
+    shape, rng = ENCODER_SHAPES[3], np.random.default_rng(5)
+    scene, backend = scene_of(shape, LENGTHS), Direct(("float32", False), threads)
+    launcher = backend.launcher = new_launcher(threads)
+    cache, params = scene.cache(backend), encoder(None, shape)
+    full = scene.metadata([(3, 0, 300)])
+    held = AttentionMetadata(
+        full.cu_query_lens.copy(), full.seq_lens.copy(), full.block_tables.copy(), full.slot_mapping.copy()
+    )
+    q = rng.standard_normal((300, scene.q[0].size)).astype(np.float32)
+    with launcher.record() as made:
+        out = backend.paged_attention(q, cache, held, params)
+    for length in (300, 130, 33):
+        rows = scene.rows([(3, 0, length)])
+        q[:length] = scene.q[rows].reshape(length, -1)
+        held.cu_query_lens[1] = held.seq_lens[0] = length
+        made[0].run()
+        got = np.array(out.view(np.ndarray))[:length]
+        expected = scene.attend(Direct(("float32", False)), cache, params, [(3, 0, length)])
+        np.testing.assert_array_equal(got, expected)

@@ -13,16 +13,16 @@ import pytest
 
 from quire.kernels.cpu import jit, linear, rotary
 
-# Runs a small kernel and prints whether it lay on disk before, whether it was loaded, and the result.
-ROTATE = """
+# Runs a small kernel and prints whether it lay on disk before, whether it does now, and the result.
+SHIFT = """
 import numpy as np
-from quire.kernels.cpu import rotary
-from quire.kernels.cpu.backend import CPUBackend
-backend = CPUBackend(num_threads=1)
-before = rotary.rotate_rows.is_cached()
-q, k = np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32)
-backend.rotary_embedding(np.array([1]), q, k, np.array([[1, 1, 0, 0], [0, 0, 1, 1]], np.float32), 4, False)
-print(before, rotary.rotate_rows.is_cached(), q.tolist())
+from quire.kernels.cpu import rows
+from quire.kernels.cpu.jit import refresh_cache
+from quire.kernels.cpu.threads import Launcher
+refresh_cache()
+before = rows.shift_ids.is_cached()
+found = rows.local_ids(Launcher(1), np.array([7, 3]), 5, 4)
+print(before, rows.shift_ids.is_cached(), found.tolist())
 """
 
 # Prints every op's results, so that two CPUs can be compared.
@@ -83,10 +83,9 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -> None:
-    rotated = "[[-1.0, -1.0, 1.0, 1.0]]"
-    for text in [answer(process) for process in [start(ROTATE, tmp_path) for _ in range(2)]]:
-        assert text.endswith(f"True {rotated}")
-    assert answer(start(ROTATE, tmp_path)) == f"True True {rotated}"
+    for text in [answer(process) for process in [start(SHIFT, tmp_path) for _ in range(2)]]:
+        assert text.endswith("True [2, 0]")
+    assert answer(start(SHIFT, tmp_path)) == "True True [2, 0]"
 
 
 def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ def check_routing(logits: np.ndarray, params: RoutingParams) -> tuple[np.ndarray
 FIELDS = ("num_experts", "top_k", "scoring", "renormalize", "scale", "num_groups", "top_groups", "group_score")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_routing_is_that_of_the_reference(data: st.DataObject) -> None:
     groups = data.draw(st.sampled_from([1, 1, 2, 4]))

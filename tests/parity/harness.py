@@ -23,17 +23,18 @@ TOLERANCE = 1e-5
 oracle = functools.lru_cache(maxsize=4)(load_oracle)
 
 
-def runs(cases: Iterable[str], quick: Collection[str], quick_devices: Collection[str] = BACKENDS) -> list[Any]:
+def runs(cases: Iterable[str], quick: Collection[str], quick_reference: Collection[str] = ()) -> list[Any]:
     """Return ("case", "device") parameters of every case on every backend.
 
-    All are slow but those of `quick` on `quick_devices`.
+    All are slow but those of `quick` on the CPU backend and of `quick_reference` on the reference backend.
     """
+    chosen = {"cpu": quick, "reference": quick_reference}
     return [
         pytest.param(
             case,
             device,
             id=f"{case}-{device}",
-            marks=() if case in quick and device in quick_devices else (pytest.mark.slow,),
+            marks=() if case in chosen[device] else (pytest.mark.slow,),
         )
         for case in cases
         for device in BACKENDS
@@ -69,9 +70,9 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = TO
     assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def check_logits(folder: Path, device: str, tolerance: float = TOLERANCE) -> None:
-    """Whole prompts, and chunks of two that share steps and scattered blocks, give transformers' logits."""
-    prompt, other = tokens(41), tokens(17, seed=1)
+def check_logits(folder: Path, device: str, tolerance: float = TOLERANCE, count: int = 41) -> None:
+    """Check that a prompt of `count` tokens, and chunks that share steps and scattered blocks, give the right logits."""
+    prompt, other = tokens(count), tokens(17, seed=1)
     expected = logits_of(oracle(folder), prompt)
     model = driver(folder, device)
     assert_close(model.step({"whole": prompt})["whole"], expected, tolerance)
@@ -84,7 +85,7 @@ def check_logits(folder: Path, device: str, tolerance: float = TOLERANCE) -> Non
     assert_close(np.concatenate(chunks), expected, tolerance)
 
 
-def check_greedy(folder: Path, device: str, steps: int = 64) -> None:
+def check_greedy(folder: Path, device: str, steps: int = 32) -> None:
     """The most likely tokens, one by one, are those that transformers would choose."""
     prompt = tokens(7, seed=2)
     text = driver(folder, device).greedy(prompt, steps)

@@ -21,7 +21,8 @@ from quire.step import BeamOutput
 from tests.helpers.checkpoints import write_checkpoint
 
 FAMILIES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}}
-DEVICES = ["cpu", "reference"]
+# Each width and each device once. Searches know nothing of the family.
+WIDTHS = pytest.mark.parametrize(("device", "width"), [("cpu", 4), ("reference", 2)])
 # Lengths on both sides of a block's border; the last two begin alike.
 
 PROMPTS = [
@@ -44,7 +45,7 @@ class Model(NamedTuple):
     expected: dict[int, list[Beams]]
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     import torch
     from transformers import AutoModelForCausalLM
@@ -131,8 +132,7 @@ def test_the_expected_beams_end_in_both_ways(model: Model) -> None:
     assert any(ended) and not all(ended)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [2, 4])
+@WIDTHS
 def test_the_beams_are_those_of_transformers(model: Model, device: str, width: int) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=MAX_TOKENS, include_stop_str_in_output=True)
     with LLM(str(model.folder), device=device, dtype="float32", skip_tokenizer_init=True) as llm:
@@ -144,8 +144,7 @@ def test_the_beams_are_those_of_transformers(model: Model, device: str, width: i
             assert beam.finish_reason == ("stop" if token_ids[-1] in model.eos_ids else "length")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [2, 4])
+@WIDTHS
 def test_with_prompts_in_chunks(model: Model, device: str, width: int) -> None:
     core = make_core(model.folder, device, max_num_seqs=5, max_num_batched_tokens=5)
     beams = run(core, [search(index, model, width) for index in range(len(PROMPTS))])
@@ -153,9 +152,9 @@ def test_with_prompts_in_chunks(model: Model, device: str, width: int) -> None:
         check(beams[f"{index}"], expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("device", "width", "enable_prefix_caching"), [("cpu", 4, True), ("cpu", 2, False), ("reference", 4, False)]
+)
 def test_with_preemption(model: Model, device: str, width: int, enable_prefix_caching: bool) -> None:
     """A pool in which the largest search alone just fits."""
     num_blocks = 8 + 6 * width
@@ -168,10 +167,10 @@ def test_with_preemption(model: Model, device: str, width: int, enable_prefix_ca
     assert core.call("stats")["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("width", [2, 4])
-def test_with_swapping(model: Model, width: int) -> None:
+@WIDTHS
+def test_with_swapping(model: Model, device: str, width: int) -> None:
     """Searches leave for the host and come back."""
-    core = make_core(model.folder, "reference", num_gpu_blocks_override=8 + 6 * width, swap_space="1MiB")
+    core = make_core(model.folder, device, num_gpu_blocks_override=8 + 6 * width, swap_space="1MiB")
     beams = run(core, [search(index, model, width) for index in range(len(PROMPTS))])
     for index, expected in enumerate(model.expected[width]):
         check(beams[f"{index}"], expected)

@@ -9,11 +9,11 @@ import pytest
 
 from quire.checkpoint.hf_config import load_model_info
 from tests.helpers.checkpoints import oracle_logits, write_checkpoint
-from tests.parity.cases.dense import DENSE, QUICK
+from tests.parity.cases.dense import DENSE, QUICK, REFERENCE_QUICK
 from tests.parity.harness import BACKENDS, assert_close, check_greedy, check_logits, driver, runs, tokens
 
 
-@pytest.mark.parametrize(("case", "device"), runs(DENSE, QUICK))
+@pytest.mark.parametrize(("case", "device"), runs(DENSE, QUICK, REFERENCE_QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
     check_logits(checkpoint(case), device)
 
@@ -29,7 +29,7 @@ GREEDY_QUICK = (
 )
 
 
-@pytest.mark.parametrize(("case", "device"), runs(DENSE, GREEDY_QUICK, quick_devices=("cpu",)))
+@pytest.mark.parametrize(("case", "device"), runs(DENSE, GREEDY_QUICK))
 def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
     check_greedy(checkpoint(case), device)
 

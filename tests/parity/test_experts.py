@@ -21,12 +21,12 @@ from tests.parity.cases.experts import EXPERTS, QUICK
 from tests.parity.harness import BACKENDS, check_greedy, check_logits, driver, oracle, runs, tokens
 
 
-@pytest.mark.parametrize(("case", "device"), runs(EXPERTS, QUICK))
+@pytest.mark.parametrize(("case", "device"), runs(EXPERTS, QUICK, QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
     check_logits(checkpoint(case), device)
 
 
-@pytest.mark.parametrize(("case", "device"), runs(EXPERTS, QUICK, quick_devices=("cpu",)))
+@pytest.mark.parametrize(("case", "device"), runs(EXPERTS, QUICK))
 def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
     check_greedy(checkpoint(case), device)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from quire.sampling_params import SamplingParams
 from tests.helpers.engine_driver import Ask, EngineDriver
@@ -36,7 +37,7 @@ def texts(folder: Any, device: str, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", parameters(QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, checkpoint: Any) -> None:
-    check_logits(checkpoint(case), "cuda", TOLERANCE)
+    check_logits(checkpoint(case), "cuda", TOLERANCE, count=41 if torch.cuda.is_available() else 23)
 
 
 @pytest.mark.slow

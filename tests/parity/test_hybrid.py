@@ -22,12 +22,12 @@ from tests.parity.cases.hybrid import HYBRID, QUICK
 from tests.parity.harness import assert_close, check_greedy, check_logits, driver, runs, tokens
 
 
-@pytest.mark.parametrize(("case", "device"), runs(HYBRID, QUICK))
+@pytest.mark.parametrize(("case", "device"), runs(HYBRID, QUICK, QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
     check_logits(checkpoint(case), device)
 
 
-@pytest.mark.parametrize(("case", "device"), runs(HYBRID, QUICK, quick_devices=("cpu",)))
+@pytest.mark.parametrize(("case", "device"), runs(HYBRID, QUICK))
 def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
     check_greedy(checkpoint(case), device)
 

@@ -15,12 +15,12 @@ from tests.parity.harness import BACKENDS, assert_close, check_greedy, check_log
 MULTIPLES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
-@pytest.mark.parametrize(("case", "device"), runs(LATENT, QUICK))
+@pytest.mark.parametrize(("case", "device"), runs(LATENT, QUICK, QUICK))
 def test_logits_match_transformers_however_the_prompt_is_fed(case: str, device: str, checkpoint: Any) -> None:
     check_logits(checkpoint(case), device)
 
 
-@pytest.mark.parametrize(("case", "device"), runs(LATENT, QUICK, quick_devices=("cpu",)))
+@pytest.mark.parametrize(("case", "device"), runs(LATENT, QUICK))
 def test_greedy_text_is_that_of_transformers(case: str, device: str, checkpoint: Any) -> None:
     check_greedy(checkpoint(case), device)
 

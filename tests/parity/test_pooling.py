@@ -95,7 +95,7 @@ def data(llm: LLM, texts: list[list[int]], params: Any = None) -> list[np.ndarra
 QUICK = ("bert", "roberta", "modernbert", "qwen3", "embedding-gemma")
 
 
-@pytest.mark.parametrize(("case", "device"), runs(EMBEDDERS, QUICK, ("cpu",)))
+@pytest.mark.parametrize(("case", "device"), runs(EMBEDDERS, QUICK))
 def test_vectors(case: str, device: str, folder_of: Any) -> None:
     architecture, config = EMBEDDERS[case]
     folder = folder_of(architecture, config)
@@ -112,7 +112,7 @@ def test_vectors(case: str, device: str, folder_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "device"), runs(CLASSIFIERS, ("bert", "xlm-roberta", "modernbert-mean", "qwen3"), ("cpu",))
+    ("case", "device"), runs(CLASSIFIERS, ("bert", "xlm-roberta", "modernbert-mean", "qwen3"))
 )
 def test_logits_of_classes(case: str, device: str, folder_of: Any) -> None:
     architecture, config = CLASSIFIERS[case]

@@ -230,7 +230,7 @@ DENSE |= {
     ),
 }
 
-# Run by default, with both backends: one or two of each family, which between them have every feature once.
+# Run by default on the CPU backend: one or two of each family, which between them have every feature once.
 QUICK = (
     "llama-gqa-tied",
     "llama-biases",
@@ -263,4 +263,17 @@ QUICK = (
     "glm4",
     "exaone4",
     "hunyuan-alpha-bias-tied",
+)
+
+# Run by default on the reference backend as well: those that between them call every op of the backend in every way.
+REFERENCE_QUICK = (
+    "llama-gqa-tied",
+    "qwen2-window",
+    "phi3-longrope-partial",
+    "cohere-head-norms",
+    "gptj",
+    "falcon-rw",
+    "mpt",
+    "opt-post-norm-projected",
+    "nemotron",
 )

@@ -91,7 +91,7 @@ LOCAL: dict[str, Case] = {
     "cohere2-four-layers": ("cohere2", {"num_hidden_layers": 4, "sliding_window_pattern": 4, "num_key_value_heads": 1}),
 }
 
-# Run by default, with both backends.
+# Run by default on the CPU backend.
 QUICK: tuple[str, ...] = (
     "gemma2",
     "gemma3-with-vision",

@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.cpu.activations import capped
-from quire.kernels.cpu.jit import jit, op_of, ops_by_dtype
+from quire.kernels.cpu.jit import inline_jit, jit, op_of, ops_by_dtype
 from quire.kernels.cpu.pointers import FORMATS, bf16_ptr, f32_ptr, float64_from_bits, i8_ptr, i32_ptr, i64_ptr, u32_ptr
 from quire.kernels.cpu.quantize import load_within
 from quire.kernels.cpu.simd import (
@@ -500,7 +500,7 @@ def float_buffers(scratch, rows, size):
     return scales, group, maxes, totals, part_values, scores, q_rows, key_tile, value_tile, end
 
 
-@jit
+@inline_jit
 def attend_segment(args, keys, values, table, head, base, low, high, used, state, places, maxes, totals, sums):
     """Write largest scores, sums of weights and weighted values of a segment for all rows that see some of it.
 
@@ -536,7 +536,7 @@ def attend_segment(args, keys, values, table, head, base, low, high, used, state
         add_values(args, state, used, base, tile, scores, f32_ptr(places[8]), sums, padded)
 
 
-@jit
+@inline_jit
 def attend_floats(args, keys, values, record, head, scratch):
     """Attention of an item's rows, or its partial results for `merge`, for one KV head."""
     size = args[SIZE]
@@ -568,7 +568,7 @@ def attend_floats(args, keys, values, record, head, scratch):
         finish(args, record, head, state, used, padded)
 
 
-@jit
+@inline_jit
 def attend(elements, args, first, last, scratch):
     """Do some items: item i is record i // Hkv of the plan and KV head i % Hkv."""
     heads, keys, values = args[KV_HEADS], elements(args[KEYS]), elements(args[VALUES])
@@ -576,7 +576,7 @@ def attend(elements, args, first, last, scratch):
         attend_floats(args, keys, values, i64_ptr(args[WORK] + 8 * RECORD * (item // heads)), item % heads, scratch)
 
 
-@jit
+@inline_jit
 def attend_latent(elements, args, first, last, scratch):
     """Like `attend` for a latent cache."""
     heads, latents = args[KV_HEADS], elements(args[KEYS])

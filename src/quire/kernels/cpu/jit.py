@@ -28,8 +28,17 @@ from quire.kernels.cpu.pointers import FLOAT_FORMATS, FORMATS
 STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
-jit = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+jit = njit(**_JIT_OPTIONS)
 """Decorates functions that ops call. No fastmath anywhere: the order of every sum is fixed."""
+
+inline_jit = njit(**_JIT_OPTIONS, inline="always")
+"""Decorates a large function that is called in one place. It becomes part of its caller before LLVM compiles that.
+
+A `jit` function is compiled to machine code by itself, together with all that it calls, and then once more in each of
+its callers: a chain of four large ones takes four times as long as one, for the same code in the end.
+"""
 
 
 class Op:
