@@ -52,7 +52,7 @@ def test_drafts_change_no_output(folder: Path, variant: str) -> None:
     num_drafts = num_steps = 0
     while driver.core.has_unfinished():
         for name in names:
-            sequence = driver.core.scheduler.requests.find(name)
+            sequence = driver.core.scheduler.requests.get_sequence(name)
             if sequence is not None and rng.random() < 0.7:
                 done = sequence.num_tokens - sequence.num_prompt_tokens - len(sequence.draft_token_ids)
                 drafts = list(expected[name].tokens[done : done + rng.randint(1, 5)])

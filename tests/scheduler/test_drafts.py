@@ -19,7 +19,7 @@ def test_right_drafts_save_steps(run, request_of, kind, depth):
     one.add(request_of("a", 6, 21))
     one.step()
     while one.scheduler.has_unfinished() or one.in_flight:
-        sequence = one.scheduler.requests.find("a")
+        sequence = one.scheduler.requests.get_sequence("a")
         if sequence is not None:
             one.scheduler.propose("a", continuation(one, sequence, 3))
         one.step()
@@ -35,7 +35,7 @@ def test_wrong_drafts_are_rolled_back_and_their_slots_reused(run, request_of, de
     one.add(request_of("a", 3, 9))
     one.step()
     for _ in range(40):
-        sequence = one.scheduler.requests.find("a")
+        sequence = one.scheduler.requests.get_sequence("a")
         if sequence is None:
             break
         right = continuation(one, sequence, 3)

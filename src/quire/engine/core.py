@@ -219,7 +219,7 @@ class EngineCore:
 
     def _release(self) -> None:
         """Let go of grammars and adapters of requests that have ended."""
-        self._deferred.release(self.scheduler.requests.is_live)
+        self._deferred.release(self.scheduler.requests.get_request)
 
     def step(self) -> EngineOutputs:
         """Begin a step, if one may begin, and process the result of the oldest in flight; return outputs and stats.

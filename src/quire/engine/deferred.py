@@ -238,9 +238,9 @@ class DeferredRequests:
             self._remove(request)
         return ready, failed
 
-    def release(self, is_live: Callable[[str], bool]) -> None:
+    def release(self, get_request: Callable[[str], Request | None]) -> None:
         """End the use of prerequisites by requests that neither wait nor are live in the scheduler."""
-        for request_id in [name for name in self._users if not (name in self._waiting or is_live(name))]:
+        for request_id in [name for name in self._users if not (name in self._waiting or get_request(name))]:
             engine_request = self._users.pop(request_id)
             for item in self._prerequisites:
                 if item.needed_by(engine_request):

@@ -196,7 +196,7 @@ def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[Sche
         deferred = core.deferred_request_ids
         observer.begin_plans(
             scheduled + deferred,
-            lambda: [*core.scheduler.requests.ids_of(scheduled), *deferred],
+            lambda: [*core.scheduler.requests.request_ids(scheduled), *deferred],
             max(plan.total_num_scheduled_tokens for plan in plans),
             known=not plans[-1].wait_for_loads,  # how long a disk takes has nothing to do with tokens
         )

@@ -355,14 +355,14 @@ def _belongs(name: str, show: ShowTimeline) -> bool:
 
 
 def _tiers_of(scheduler: Scheduler, sequence_id: str) -> tuple[int, int]:
-    sequence = scheduler.requests.find(sequence_id)
+    sequence = scheduler.requests.get_sequence(sequence_id)
     if sequence is None:
         return 0, 0
     return sequence.request.num_host_tokens, sequence.request.num_disk_tokens
 
 
 def _preemption(scheduler: Scheduler, sequence_id: str) -> Preemption:
-    sequence = scheduler.requests.find(sequence_id)
+    sequence = scheduler.requests.get_sequence(sequence_id)
     if sequence is None:
         return Preemption(sequence_id, "recompute", 0)
     kind = "swap" if sequence.request.status is RequestStatus.SWAPPED else "recompute"

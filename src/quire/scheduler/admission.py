@@ -1,7 +1,8 @@
-"""`Admission`: gives sequences their next tokens, and moves requests in and out of the running ones.
+"""`Admission`: schedules tokens of sequences, and admits, preempts and resumes requests.
 
-The planners (`unified`, `prefill_first`) decide which request is next and how many tokens it may compute; what that
-takes of the block manager, of the queues and of the plan is done here. Nothing is kept here but limits.
+The planners (`unified`, `prefill_first`) decide which request is next and how many of its tokens a step computes.
+`Admission` then allocates the blocks, moves the request between the queues and writes it into the plan. It has no state
+but the limits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from quire.scheduler.request import Request, RequestStatus, Sequence
 from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, SchedulerStats
 
 WINDOW = 32  # most waiting requests considered in a step; bounds its cost
-ADAPTER_WINDOWS = 8  # so many times as many are considered where some wait for room for their adapter
-ADAPTER_PATIENCE_SECONDS = 5.0  # for so long may a request that waits for room for its adapter be overtaken
+ADAPTER_WINDOWS = 8  # the window is so many times larger with LoRA, where some wait for a slot for their adapter
+ADAPTER_PATIENCE_SECONDS = 5.0  # how long a request that waits for a slot for its adapter may be overtaken
 
 
 class PlanBuilder:
@@ -31,10 +32,10 @@ class PlanBuilder:
         in_flight: the steps before this one whose results are not known.
         scheduled: the sequences it computes, see `ScheduledStep`.
         computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
-        num_promised_blocks: what sequences that were given tokens need for the rest of theirs.
-        out_of_blocks: whether running requests were preempted for want of blocks.
-        preempted_request_ids: of requests that were preempted in this step; they are not resumed in it.
-        shares: how many tokens some prompts may compute (`UnifiedPlanner`), by sequence id; None until one asks.
+        num_promised_blocks: blocks that prompts of which a part is scheduled will need for the rest.
+        out_of_blocks: whether running requests were preempted for lack of blocks.
+        preempted_request_ids: the requests that were preempted in this step; they are not resumed in it.
+        shares: how many tokens each prompt may compute (`UnifiedPlanner`), by sequence id; None before it is computed.
     """
 
     def __init__(self, budget: int, in_flight: InFlight) -> None:
@@ -54,7 +55,7 @@ class PlanBuilder:
     def finish(
         self, finished_ids: list[str], forks: list[ForkData], transfers: list[BlockTransfer], *, waits_for_loads: bool
     ) -> SchedulerOutput:
-        """Return the plan as the worker gets it; it waits for loads only if there is nothing to compute."""
+        """Return the plan for the worker, which waits for loads only if there is nothing to compute."""
         self.scheduled += self.forked_sequences
         return SchedulerOutput(
             new_sequences=self.new_sequences,
@@ -70,15 +71,15 @@ class PlanBuilder:
 
 
 class Admission:
-    """What planners do to requests.
+    """Carries out the decisions of a planner.
 
     Args:
         kv: the block manager.
         max_model_len: most tokens of one sequence, prompt and output.
-        max_num_seqs: most sequences running. max_num_batched_tokens: most tokens computed in a step.
+        max_num_seqs: most running sequences. max_num_batched_tokens: most tokens of a step.
         policy: the order in which requests are served.
         long_prefill_token_threshold: most tokens one sequence may take of a step's budget; 0 for all of it.
-        watermark: share of blocks kept free when a request joins others, so that those can grow a little first.
+        watermark: share of blocks that stay free when a request is admitted beside others, so that these can grow.
         preemption_mode: "recompute", "swap", or "auto": swap requests of several sequences, whose KV costs more to
             compute again than that of one (Kwon et al. 2023, section 4.5).
         clock: seconds.
@@ -150,10 +151,10 @@ class Admission:
     def schedule_tokens(
         self, sequence: Sequence, num_new: int, plan: PlanBuilder, hit: PrefixHit | None = None
     ) -> bool:
-        """Let `sequence` compute its next `num_new` tokens, those of `hit` not counted; False if there are no slots.
+        """Schedule the next `num_new` tokens of `sequence`, after those of `hit`; return False if blocks are lacking.
 
-        They count as computed from now on, and the token that they sample as a tentative one. Drafts that are not among
-        them are given up. Without blocks, and without `hit`, see `start`.
+        They count as computed from now on, and the token that they sample as a tentative one. Drafts beyond them are
+        dropped. A sequence without blocks and without `hit` begins as in `start`.
         """
         sequence_id, start, request = sequence.sequence_id, sequence.num_computed_tokens, sequence.request
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
@@ -197,9 +198,9 @@ class Admission:
         return True
 
     def start(self, sequence: Sequence, most: int, plan: PlanBuilder, hit: PrefixHit | None = None) -> bool:
-        """Let a sequence without blocks begin: with what is cached of it, and up to `most` tokens to compute.
+        """Schedule a sequence without blocks: its cached prefix, and up to `most` tokens to compute.
 
-        Returns False if there are no slots. `hit` is fresh from `find_prefix`, if that was called already.
+        Returns False if blocks are lacking. `hit` is what `find_prefix` has just returned, if it was called already.
         """
         hit = hit or self.kv.find_prefix(sequence)
         if not self.schedule_tokens(sequence, min(sequence.num_tokens - hit.num_tokens, most), plan, hit):
@@ -268,10 +269,10 @@ class Admission:
     # ---- requests ----
 
     def first_waiting(self, count: int) -> list[Request]:
-        """Return the first `count` waiting requests, without those whose adapter there is no room for.
+        """Return the first `count` waiting requests, without those for whose LoRA adapter no slot is free.
 
-        These are overtaken by others for a while, but no longer: a stream of requests for the adapters that run would
-        keep them waiting for ever.
+        Others overtake these for `ADAPTER_PATIENCE_SECONDS` at most: else a stream of requests for the adapters in use
+        would keep them waiting for ever.
         """
         waiting = self.requests.waiting
         if not self.max_loras:
@@ -283,15 +284,15 @@ class Admission:
                 break
             if request.engine_request.lora is not None and request.engine_request.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
-                    if self.blocked_for(request) >= ADAPTER_PATIENCE_SECONDS:
+                    if self.seconds_blocked(request) >= ADAPTER_PATIENCE_SECONDS:
                         break
                     continue
                 adapters.add(request.engine_request.lora_int_id)
             found.append(request)
         return found
 
-    def blocked_for(self, request: Request) -> float:
-        """Return for how many seconds a waiting request has not fitted; it does not fit now."""
+    def seconds_blocked(self, request: Request) -> float:
+        """Return for how many seconds a waiting request, which does not fit now, has not fitted."""
         now = self.clock()
         if request.blocked_since is None:
             request.blocked_since = now
@@ -311,8 +312,8 @@ class Admission:
         running = self._running_adapters()
         return request.engine_request.lora_int_id in running or len(running) < self.max_loras
 
-    def state(self) -> tuple[int, int, int]:
-        """What room for waiting requests depends on: while it is the same, who lacked blocks or slots still does."""
+    def capacity_version(self) -> tuple[int, int, int]:
+        """Return a value that changes whenever a waiting request that lacked blocks or slots may fit."""
         return self.kv.pool.num_freed, self.requests.waiting.num_changes, self.requests.num_reserved_slots
 
     def is_alone(self, request: Request) -> bool:
@@ -332,11 +333,11 @@ class Admission:
     def ensure_blocks(
         self, request: Request, sequences: Collection[Sequence], preempt_last: Callable[[], bool]
     ) -> bool:
-        """See to it that each of these sequences of `request` could take a block; False if the request did not survive.
+        """Make room for a token of each of these sequences of `request`; return False if it was preempted or ended.
 
-        They advance together or not at all, so this is decided before the first of them gets a token. A request that
+        They advance together or not at all, so blocks are counted before the first of them is scheduled. A request that
         has the pool to itself and still lacks blocks is ended; otherwise `preempt_last` preempts the last running
-        request, and returns whether that was another one. Drafts of some may not take the blocks of others.
+        request, and returns whether that was another one. Drafts are dropped where they would take blocks of siblings.
         """
         kv = self.kv
         needed = len(sequences) * len(kv.windows)  # the most it can be
@@ -356,7 +357,7 @@ class Admission:
         return True
 
     def preempt(self, request: Request, plan: PlanBuilder, *, may_swap: bool = True) -> None:
-        """Take the blocks of a running request, none of whose sequences is in the plan, and put it back in line."""
+        """Free or swap out the blocks of a running request that is not in the plan, and put it back into the queue."""
         if may_swap and self._prefers_swap(request) and self.kv.swap_out(request.sequences):
             status = RequestStatus.SWAPPED
             self.stats.num_swapped_out += 1
@@ -375,7 +376,7 @@ class Admission:
         self.stats.num_preemptions += 1
 
     def _prefers_swap(self, request: Request) -> bool:
-        """Whether `request` is to be swapped rather than computed again; what was pooled of its tokens is not kept."""
+        """Whether `request` is swapped rather than recomputed. What was pooled of its tokens is not kept."""
         if request.engine_request.pooling is not None:
             return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
@@ -408,9 +409,9 @@ class Admission:
         return True
 
     def waits_for_disk(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a waiting request does better to wait for blocks on disk; begins to load those not under way.
+        """Whether a waiting request waits for blocks from disk; starts the loads that are not under way.
 
-        That is tried once for each request.
+        Loads are started once for each request.
         """
         if request.loaded_block_ids is not None or not (hit.loads or hit.loading):
             return False

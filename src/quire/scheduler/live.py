@@ -1,6 +1,6 @@
-"""`LiveRequests`: the requests that have not finished, and the moves between their queues that their states ask for.
+"""`LiveRequests`: the unfinished requests in their queues, and the moves between these.
 
-Who moves when is decided elsewhere: `admission`, the planners, and `scheduler` for what the model's output ends.
+When a request moves is decided elsewhere: by `admission` and the planners, and in `scheduler` where outputs end it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LiveRequests:
         waiting: new, preempted and swapped requests. running: sorted like those. loading: in any order.
         num_reserved_slots: how many sequences the running requests may have side by side.
         num_added: how many requests were ever added.
-        outputs: of requests that ended otherwise than by the model's output; to be sent with the next ones.
+        outputs: of requests that did not end by the model's output; they are sent with the next ones.
         finished_ids, forks: ids of sequences that ended, and new forks, for the next plan.
     """
 
@@ -51,20 +51,16 @@ class LiveRequests:
         yield from self.waiting
         yield from self.loading
 
-    def find(self, sequence_id: str) -> Sequence | None:
-        """Return a live sequence, or None; while the prompt is computed, all samples of a request are the first."""
+    def get_sequence(self, sequence_id: str) -> Sequence | None:
+        """Return a live sequence, or None; while the prompt is computed, the first one stands for all samples."""
         return self._sequences.get(sequence_id)
 
-    def is_live(self, request_id: str) -> bool:
-        """Whether a request of this id was added and has not ended."""
-        return request_id in self._requests
-
-    def get(self, request_id: str) -> Request | None:
+    def get_request(self, request_id: str) -> Request | None:
         """Return a live request, or None."""
         return self._requests.get(request_id)
 
-    def ids_of(self, sequence_ids: Iterable[str]) -> list[str]:
-        """Return the ids of the requests that those of these sequences belong to which are live, each once."""
+    def request_ids(self, sequence_ids: Iterable[str]) -> list[str]:
+        """Return the ids of the requests of these sequences, each once; sequences that are not live are left out."""
         found = [self._sequences[name] for name in sequence_ids if name in self._sequences]
         return list(dict.fromkeys(sequence.request.request_id for sequence in found))
 

@@ -19,7 +19,7 @@ from quire.scheduler.request import Request, RequestStatus, Sequence
 
 
 class AllocStatus(IntEnum):
-    """Whether there is memory for a prompt: now, when others have ended, or not even then."""
+    """Whether there are blocks for a prompt: now, after others have ended, or never."""
 
     OK = 0
     LATER = 1
@@ -40,10 +40,10 @@ class PrefillFirstPlanner:
         self._kv, self._requests = admission.kv, admission.requests
         self._max_prompt_tokens = min(admission.max_model_len, admission.max_num_batched_tokens)
         self._last_prefill_seconds = 0.0
-        self._blocked: tuple[int, int, int] | None = None  # `Admission.state` in which the first one did not fit
+        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
 
     def refusal(self, request: Request) -> str | None:
-        """See `Planner`. The whole prompt counts: what the cache holds of it today says nothing about tomorrow."""
+        """See `Planner`. The whole prompt counts: what is cached of it now may be evicted before it runs."""
         problem = self.admission.refusal(request)
         if problem is not None:
             return problem
@@ -62,7 +62,7 @@ class PrefillFirstPlanner:
         return None
 
     def processed(self, step: ScheduledStep) -> None:
-        """See `Planner`; takes the duration of a step of prompts, which `delay_factor` refers to."""
+        """See `Planner`; keeps the duration of a step of prompts, which `delay_factor` refers to."""
         if step.computes_prompts:
             self._last_prefill_seconds = self.admission.clock() - step.started
 
@@ -85,13 +85,13 @@ class PrefillFirstPlanner:
     # ---- prompts ----
 
     def _schedule_prefills(self, plan: PlanBuilder) -> None:
-        """Go on with what is being computed again; then admit waiting requests, unless any are swapped out."""
+        """Continue requests that are being recomputed; then admit waiting ones, unless any are swapped out."""
         for request in self._requests.running[:]:
             if request.request_id not in plan.preempted_request_ids:
                 self._prefill(request, plan)
         if plan.preempted_request_ids or self._requests.waiting.num_swapped:
             return
-        if self._blocked == self.admission.state() or not self._passed_delay():
+        if self._blocked == self.admission.capacity_version() or not self._passed_delay():
             return
         for request in self.admission.first_waiting(WINDOW):
             if plan.budget <= 0 or self._requests.num_reserved_slots >= self.admission.max_num_seqs:
@@ -100,7 +100,7 @@ class PrefillFirstPlanner:
                 break
             room = self._admit(request, plan)
             if room is AllocStatus.LATER:
-                self._blocked = self.admission.state()
+                self._blocked = self.admission.capacity_version()
             if room is not AllocStatus.OK:
                 break
 
@@ -112,11 +112,11 @@ class PrefillFirstPlanner:
         return self.admission.clock() - earliest > self.delay_factor * self._last_prefill_seconds
 
     def _admit(self, request: Request, plan: PlanBuilder) -> AllocStatus | None:
-        """Start or resume `request` if its known tokens fit into the step whole, and there is room for them.
+        """Start or resume `request` if all its known tokens fit into the step, and there are blocks for them.
 
-        Returns OK also if it was ended or waits for the disk, so that others may come; None if it was the step, not
-        the memory, that had no room. What was generated before a preemption makes a prompt longer. One that has become
-        longer than a step is computed in several, which no other request joins, except in what is left of the last one.
+        Returns OK also if it was ended or waits for the disk, so that others may be admitted; None if the step, not
+        the memory, had no room. A preempted request computes its output again, too. If it has thereby become longer
+        than a step it is computed in several steps, which other requests join only in the rest of the last one.
         """
         if self._requests.num_reserved_slots + request.num_sequences > self.admission.max_num_seqs:
             return None
@@ -139,9 +139,9 @@ class PrefillFirstPlanner:
         return AllocStatus.OK
 
     def can_allocate(self, request: Request, hit: PrefixHit) -> AllocStatus:
-        """Return whether a waiting request has room for its known tokens, of which the cache holds `hit`.
+        """Return whether there are blocks for the known tokens of a waiting request, of which the cache holds `hit`.
 
-        The watermark stays free, for running requests. One that was preempted may also take that, if none runs.
+        The watermark stays free for running requests. A preempted request may take it, too, if none runs.
         """
         admission, pool = self.admission, self._kv.pool
         reserve = 0 if request.num_preemptions else admission.watermark_blocks
@@ -158,9 +158,9 @@ class PrefillFirstPlanner:
         return self._kv.num_blocks_for(first.num_tokens) + (request.num_sequences - 1) * len(self._kv.windows)
 
     def _prefill(self, request: Request, plan: PlanBuilder) -> None:
-        """Let `request`, which runs, compute what it lacks of its known tokens, preempting those behind it.
+        """Schedule the uncomputed known tokens of a running `request`, preempting requests behind it.
 
-        If none is behind it, the rest waits until other sequences end, perhaps of its own.
+        If none is behind it, the rest waits until other sequences end, perhaps its own.
         """
         for sequence in request.sequences[:]:
             if plan.budget <= 0:
@@ -179,9 +179,9 @@ class PrefillFirstPlanner:
     # ---- decodes ----
 
     def _schedule_decodes(self, plan: PlanBuilder) -> None:
-        """Give running sequences a token each, those of a request all or none, while the budget lasts.
+        """Schedule a token of each running sequence, of all those of a request or none, while the budget lasts.
 
-        Drafts are verified with what all decodes leave of the budget.
+        Drafts are verified with the budget that the decodes leave.
         """
         running = self._requests.running
         num_spare = plan.budget - self._requests.num_reserved_slots
@@ -204,7 +204,7 @@ class PrefillFirstPlanner:
             index += 1
 
     def _append_slots(self, request: Request, ready: list[Sequence], plan: PlanBuilder) -> bool:
-        """Give each of `ready` a token, preempting from the end for the slots; False if `request` itself had to go."""
+        """Schedule a token of each of `ready`, preempting from the end; False if `request` was preempted itself."""
         if len(ready) > 1 and not self.admission.ensure_blocks(
             request, ready, partial(self._preempt_last, request, plan)
         ):
@@ -220,7 +220,7 @@ class PrefillFirstPlanner:
     def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
         """Preempt the last running request; return whether it was another than `request`.
 
-        Half-computed KV is not worth moving to the host.
+        A request that has not computed its known tokens is not swapped: its KV is not worth moving.
         """
         victim = self._requests.running[-1]
         self.admission.preempt(victim, plan, may_swap=not any(map(self._is_prefill, victim.sequences)))

@@ -100,7 +100,7 @@ class Scheduler:
         """
         aborted = dict.fromkeys(request_ids)  # in order, so that blocks are freed in the same order in every run
         for name in aborted:
-            request, sequence = self.requests.get(name), self.requests.find(name)
+            request, sequence = self.requests.get_request(name), self.requests.get_sequence(name)
             if request is not None:
                 self.requests.finish(request, RequestStatus.FINISHED_ABORTED)
             elif sequence is not None:
@@ -155,7 +155,7 @@ class Scheduler:
         reasoning decides what follows, nor of a model with recurrent states, which cannot go back. A step that lacks
         budget or blocks for drafts gives them up.
         """
-        sequence = self.requests.find(sequence_id)
+        sequence = self.requests.get_sequence(sequence_id)
         if sequence is None or not self._accepts_drafts:
             return 0
         request = sequence.request
@@ -411,7 +411,7 @@ class Scheduler:
         while True:
             request.num_forks += 1
             sequence_id = f"{request.request_id}#{request.num_forks}"
-            if self.requests.find(sequence_id) is None and sequence_id not in self._reserved_ids:
+            if self.requests.get_sequence(sequence_id) is None and sequence_id not in self._reserved_ids:
                 return sequence_id
 
     # ---- observation ----

@@ -54,13 +54,13 @@ class UnifiedPlanner:
         self._long_prompt_tokens = admission.long_prefill_token_threshold or max(
             admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
         )
-        self._blocked: tuple[int, int, int] | None = None  # `Admission.state` in which nothing waiting fitted
+        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
 
     def refusal(self, request: Request) -> str | None:
         return self.admission.refusal(request)
 
     def processed(self, step: ScheduledStep) -> None:
-        """See `Planner`; how long steps take makes no difference."""
+        """See `Planner`; this planner keeps nothing of finished steps."""
 
     def plan(self, plan: PlanBuilder) -> None:
         """Fill `plan`: running requests first, then waiting ones."""
@@ -73,7 +73,7 @@ class UnifiedPlanner:
     # ---- shares ----
 
     def _max_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
-        """Return how many of its prompt's tokens `sequence` may compute; shares are made when the first one asks."""
+        """Return how many tokens of its prompt `sequence` may compute; shares are computed with the first call."""
         most = min(plan.budget, self.admission.max_tokens_per_sequence)
         if self.whole_prompts:
             return most
@@ -82,12 +82,12 @@ class UnifiedPlanner:
         return min(most, plan.shares.get(sequence.sequence_id, most))
 
     def _share(self, plan: PlanBuilder) -> dict[str, int]:
-        """Return how many tokens each prompt may compute, by sequence id; nothing if there is enough for all.
+        """Return how many tokens each prompt may compute, by sequence id; empty if the budget is enough for all.
 
-        Of waiting requests those count that could begin in this step.
+        Waiting requests count if they could be admitted in this step.
         """
         num_decode_tokens = 0
-        prompts: list[tuple[str, int]] = []  # of running requests first: only these are sure to use what they get
+        prompts: list[tuple[str, int]] = []  # of running requests first: only these surely use their share
         for request in self._requests.running:
             for sequence in request.sequences:
                 if sequence.sequence_id in plan.num_scheduled:
@@ -124,7 +124,7 @@ class UnifiedPlanner:
 
     def _expected_hit(self, sequence_id: str) -> int:
         """Return how many tokens the cache held of a waiting sequence at the first look-up: an estimate."""
-        sequence = self._requests.find(sequence_id)
+        sequence = self._requests.get_sequence(sequence_id)
         assert sequence is not None
         request = sequence.request
         if request.num_expected_tokens is None:
@@ -158,9 +158,9 @@ class UnifiedPlanner:
         return admission.num_blocks_to_admit(request, most, hit) + num_reserved <= kv.pool.num_free
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
-        """Give every running sequence its next tokens, preempting from the end while blocks are missing.
+        """Schedule the next tokens of every running sequence, preempting from the end while blocks are lacking.
 
-        A prompt, and drafts, leave one token of the budget to each sequence behind, so that decodes never wait.
+        Prompts and drafts leave one token of the budget to each sequence behind them, so that decodes never wait.
         """
         admission, kv, running = self.admission, self._kv, self._requests.running
         num_behind = sum([len(request.sequences) for request in running])
@@ -198,7 +198,7 @@ class UnifiedPlanner:
                     break
 
     def _may_decode(self, request: Request, behind: list[Request], plan: PlanBuilder) -> bool:
-        """Whether `request` may compute in this step for all the layerwise blocks it has."""
+        """Whether `request` may compute in this step although it has layerwise blocks."""
         layerwise = self._kv.layerwise
         if not layerwise.in_use or not all(sequence.is_decoding for sequence in request.sequences):
             return True
@@ -210,9 +210,9 @@ class UnifiedPlanner:
         )
 
     def _preempt_for(self, sequence: Sequence, num_new: int, plan: PlanBuilder) -> bool:
-        """Preempt from the end until `sequence` can be given `num_new` tokens; False if it was preempted itself.
+        """Preempt from the end until `num_new` tokens of `sequence` are scheduled; False if it was preempted itself.
 
-        Nobody is preempted for the sake of drafts: these are given up first.
+        Drafts are dropped before any request is preempted for them.
         """
         request, admission, running = sequence.request, self.admission, self._requests.running
         while not admission.schedule_tokens(sequence, num_new, plan):
@@ -234,7 +234,7 @@ class UnifiedPlanner:
         return True
 
     def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
-        """Preempt the last running request for want of blocks; return whether it was another than `request`."""
+        """Preempt the last running request for lack of blocks; return whether it was another than `request`."""
         victim = self._requests.running[-1]
         plan.out_of_blocks = True
         self.admission.preempt(victim, plan)
@@ -243,22 +243,24 @@ class UnifiedPlanner:
     # ---- waiting requests ----
 
     def _candidates(self) -> list[Request]:
-        """Return the waiting requests that may be next, in the order in which they are tried."""
+        """Return the waiting requests to try, in order."""
         window = self.admission.first_waiting(WINDOW)
         by_prefix = self.admission.policy.longest_prefix_first and len(window) > 1
-        if by_prefix and self.admission.blocked_for(window[0]) < self.max_overtake_seconds:
+        if by_prefix and self.admission.seconds_blocked(window[0]) < self.max_overtake_seconds:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
     def _may_admit(self, plan: PlanBuilder) -> bool:
         """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
-        return bool(self._requests.waiting) and not plan.out_of_blocks and self._blocked != self.admission.state()
+        if plan.out_of_blocks or not self._requests.waiting:
+            return False
+        return self._blocked != self.admission.capacity_version()
 
     def _schedule_waiting(self, plan: PlanBuilder) -> None:
         """Admit waiting requests in order while there are slots, budget and blocks.
 
-        One that does not fit blocks the rest, but not before it was overtaken for `max_overtake_seconds`. Where it may
-        preempt others it is not overtaken: they would have to go again in the next step.
+        One that does not fit may be overtaken for `max_overtake_seconds`; then it blocks the rest. One that may preempt
+        others blocks them at once: it would preempt them again in the next step.
         """
         admission = self.admission
         if not self._may_admit(plan):
@@ -277,16 +279,16 @@ class UnifiedPlanner:
             if outcome is False:
                 is_blocked = True
                 all_tried &= plan.budget >= len(request.sequences)  # else it may be the budget that it lacks
-                if admission.policy.preempts or admission.blocked_for(request) >= self.max_overtake_seconds:
+                if admission.policy.preempts or admission.seconds_blocked(request) >= self.max_overtake_seconds:
                     break
         # What a prompt under way is going to compute may be shared with those that wait, which then need fewer blocks.
         if is_blocked and all_tried and not plan.num_promised_blocks:
-            self._blocked = admission.state()
+            self._blocked = admission.capacity_version()
 
     def _admit(self, request: Request, plan: PlanBuilder) -> bool | None:
         """Start or resume `request` if all its known tokens fit beside what sequences in the plan still need.
 
-        Returns whether it did; None if that is no reason to block others: it waits for the disk, or was ended.
+        Returns whether it was admitted; None if it waits for the disk, or was ended, and so does not block others.
         """
         admission, kv = self.admission, self._kv
         if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
@@ -317,22 +319,22 @@ class UnifiedPlanner:
 
 
 def _outranks(waiting: Request, running: Request) -> bool:
-    """Whether a waiting request may take the place of a running one, which ageing has not moved ahead of it."""
+    """Whether a waiting request may preempt a running one: it has a better priority, also with ageing."""
     return running.engine_request.priority > waiting.engine_request.priority and running.order_key > waiting.order_key
 
 
 def share_tokens(budget: int, num_tokens: list[int], most: int, long_chunk: int) -> list[int]:
-    """Return how many of `budget` tokens each prompt may compute that lacks `num_tokens`, at most `most`.
+    """Return how many of `budget` tokens each prompt may compute, at most `most`.
 
-    The prompts are in order of age, the oldest first.
+    The shortest prompts go first, so that a short one does not wait behind a long one, with two bounds:
 
-    The shortest go first, so that a short prompt does not wait behind a long one. Two things bound this:
+    - A fourth of the budget is reserved for the oldest, so that it ends however many short ones arrive.
+    - Prompts that do not end in this step delay those that do. So they get a third of the tokens of those (or a
+      sixteenth of the budget, if that is more). If all prompts are longer than the budget, they get `long_chunk`
+      tokens together: shorter steps admit sooner what arrives meanwhile.
 
-    - A fourth is reserved for the oldest, so that every prompt is done in the end, however many short ones come.
-    - What does not end in this step makes those wait that do. So it gets a third of their tokens (or a sixteenth of the
-      budget, if that is more). Where all are longer than the budget, they get `long_chunk` tokens together, so that
-      the step is over soon for requests that arrive meanwhile. Steps are shorter then, not emptier: no
-      work is lost.
+    Args:
+        num_tokens: tokens that each prompt lacks, the oldest prompt first.
     """
     shares = [0] * len(num_tokens)
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__)
