@@ -91,10 +91,10 @@ def roads(disk: Path, num_blocks: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def go(driver: EngineDriver, asks: list[Ask], expected: dict[str, Told], seed: int) -> int:
-    """Run `asks` twice, at random times beside each other; return how many began inside a block of the cache."""
+def go(driver: EngineDriver, asks: list[Ask], expected: dict[str, Told], seed: int, turns: int) -> int:
+    """Run `asks` some times, beside each other at random; return how many began inside a block of the cache."""
     num_inside = 0
-    for turn in range(2):
+    for turn in range(turns):
         driver.told.clear()
         mingle(driver, asks, random.Random(seed + turn), twins=True)
         for number, ask in enumerate(asks):
@@ -114,7 +114,7 @@ def check_all_roads(
     expected = alone(model, asks, device, max_num_batched_tokens=512, **{**common, "num_threads": 1})
     for road, settings in roads(disk, num_blocks).items():
         driver = EngineDriver(model, device, **{**common, **settings})
-        num_inside = go(driver, asks, expected, len(asks))
+        num_inside = go(driver, asks, expected, len(asks), turns=2 if road in ("chunks", "host", "disk") else 1)
         stats = driver.stats()
         driver.close()
         counts = {
@@ -182,16 +182,14 @@ def test_a_hit_ends_where_two_prompts_part(folder: Path, unit: int, cached: dict
     Less than an eighth of a block is not worth a copy.
     """
     prompt = list(range(5, 37))
+    driver = warm(folder, prefix_match_unit=unit)
+    driver.ask("first", Ask(prompt, GREEDY, 1))
     for common, expected in cached.items():
-        other = Ask([*prompt[:common], *range(90, 100)], GREEDY)
-        driver = warm(folder, prefix_match_unit=unit)
-        driver.ask("first", Ask(prompt, GREEDY, 1))
-        if common > len(prompt):
-            other = Ask([*prompt, *range(90, 100)], GREEDY)
-        told = driver.ask("second", other)
+        other = Ask([*prompt[:common], *range(50 + common, 60 + common)], GREEDY)
+        told = driver.ask(f"{common}", other)
         assert told.num_cached == expected
         assert told == alone(folder, [other], block_size=16)["0"]
-        driver.check_all_free()
+    driver.check_all_free()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
@@ -237,16 +235,7 @@ def test_salts_part_what_is_cached(folder: Path) -> None:
 # Forks and seeds
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_gpu_blocks_override": 20, "preemption_mode": "recompute", "enable_prefix_caching": False},
-        {"num_gpu_blocks_override": 18, "preemption_mode": "swap", "swap_space": "16MiB"},
-        {"max_num_batched_tokens": 9},
-    ],
-)
-def test_each_of_n_is_a_request_with_a_seed_derived_from_theirs(folder: Path, options: dict[str, Any]) -> None:
+def test_each_of_n_is_a_request_with_a_seed_derived_from_theirs(folder: Path) -> None:
     prompts = [{"prompt_token_ids": list(range(first, first + 19))} for first in (10, 60)]
     params = SamplingParams(temperature=1.0, seed=77, max_tokens=20, logprobs=2, ignore_eos=True)
     common = {"skip_tokenizer_init": True, "block_size": 8, "num_gpu_blocks_override": 200}
@@ -257,12 +246,19 @@ def test_each_of_n_is_a_request_with_a_seed_derived_from_theirs(folder: Path, op
             for index in range(4)
         ]
     assert len({tuple(item.token_ids) for item in singles}) == 8
-    with LLM(str(folder), **{**common, **options}) as llm:
-        together = llm.generate(prompts, params.clone(n=4), use_tqdm=False)
-        preempted = [output.metrics.num_preemptions for output in together]
-    assert any(preempted) == ("preemption_mode" in options)
-    found = [item for output in together for item in output.outputs]
-    assert [(item.token_ids, item.logprobs) for item in found] == [(item.token_ids, item.logprobs) for item in singles]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"num_gpu_blocks_override": 20, "preemption_mode": "recompute", "enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 18, "preemption_mode": "swap", "swap_space": "16MiB"},
+        {"max_num_batched_tokens": 9},
+    ]
+    for options in variants:
+        with LLM(str(folder), **{**common, **options}) as llm:
+            together = llm.generate(prompts, params.clone(n=4), use_tqdm=False)
+            preempted = [output.metrics.num_preemptions for output in together]
+        assert any(preempted) == ("preemption_mode" in options), options
+        found = [(item.token_ids, item.logprobs) for output in together for item in output.outputs]
+        assert found == [(item.token_ids, item.logprobs) for item in singles], options
 
 
 def test_draws_depend_on_seed_and_position_and_on_nothing_else(folder: Path) -> None:

@@ -21,7 +21,7 @@ from tests.helpers.checkpoints import plain_tensors, write_plain
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
-LENGTH = 900  # of the demo model's 1024
+LENGTH = 330
 COVERED = (LENGTH - 1) // BLOCK_SIZE * BLOCK_SIZE  # whole blocks, and a token is left to compute
 PARAMS = {"temperature": 0.0, "max_tokens": 24, "logprobs": 3, "ignore_eos": True}
 
@@ -39,10 +39,8 @@ told = [
     for output in outputs
 ]
 print(json.dumps(told), flush=True)
-if given["kill"]:
-    llm._engine.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
-    os.kill(os.getpid(), signal.SIGKILL)
-llm.close()
+llm._engine.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -54,7 +52,7 @@ def prompt_of(start: int, length: int = LENGTH) -> list[int]:
 def options_of(disk: Path | None, **more: Any) -> dict[str, Any]:
     """Return options for few device blocks, no host blocks, and a disk tier in `disk`."""
     tier = {} if disk is None else {"kv_disk_space": "256MiB", "kv_disk_dir": str(disk)}
-    return {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 70, "swap_space": 0, "device": "cpu", **tier, **more}
+    return {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 30, "swap_space": 0, "device": "cpu", **tier, **more}
 
 
 Said = tuple[list[int], list[list[tuple[int, float]]]]
@@ -77,9 +75,9 @@ def here(prompts: list[list[int]], disk: Path | None, **options: Any) -> list[tu
     return [(output.num_cached_tokens, said(output)) for output in outputs]
 
 
-def elsewhere(prompts: list[list[int]], disk: Path, *, kill: bool = False, **options: Any) -> list[tuple[int, Said]]:
-    """Do the same in a process of its own, which is killed at once when it has spoken, or closes its engine."""
-    given = {"options": options_of(disk, **options), "params": PARAMS, "prompts": prompts, "kill": kill}
+def elsewhere(prompts: list[list[int]], disk: Path) -> list[tuple[int, Said]]:
+    """Do the same in a process of its own, which is killed at once when it has spoken."""
+    given = {"options": options_of(disk), "params": PARAMS, "prompts": prompts}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(given)],
         cwd=ROOT / "src",
@@ -87,7 +85,7 @@ def elsewhere(prompts: list[list[int]], disk: Path, *, kill: bool = False, **opt
         text=True,
         timeout=120,
     )
-    assert done.returncode == (-signal.SIGKILL if kill else 0)
+    assert done.returncode == -signal.SIGKILL
     return [
         (cached, (tokens, [[(token, value) for token, value in place] for place in logprobs]))
         for cached, tokens, logprobs in json.loads(done.stdout)
@@ -119,30 +117,21 @@ def store_stride(store: Path) -> int:
     return -(-json.loads((store / "meta").read_text())["block_nbytes"] // 4096) * 4096
 
 
-def test_another_process_reads_what_one_has_computed(tmp_path: Path, cold: Said) -> None:
-    first = here([prompt_of(0)], tmp_path)
-    again = elsewhere([prompt_of(0), prompt_of(1)], tmp_path)
-    assert first == [(0, cold)]
-    assert again[0] == (COVERED, cold)
-    assert again[1][0] == 0
+def test_another_process_reads_what_one_has_computed_that_was_killed(tmp_path: Path, cold: Said) -> None:
+    """Finished prompts are written while the engine goes on, not when it ends, which it may never do in order."""
+    killed = elsewhere([prompt_of(0), prompt_of(1, 60)], tmp_path)
+    assert killed[0] == (0, cold)
     # What one has said is there as well: the conversation goes on.
     second_turn = [*prompt_of(0), *cold[0], 300, 301]
-    [(cached, _)] = here([second_turn], tmp_path)
+    again, other, (cached, _) = here([prompt_of(0), prompt_of(2), second_turn], tmp_path)
+    assert again == (COVERED, cold)
+    assert other[0] == 0
     assert cached == (LENGTH + len(cold[0]) - 1) // BLOCK_SIZE * BLOCK_SIZE > COVERED
-
-
-def test_what_was_finished_survives_a_kill(tmp_path: Path, cold: Said) -> None:
-    """Finished prompts are written while the engine goes on, not when it ends, which it may never do in order."""
-    killed = elsewhere([prompt_of(0), prompt_of(1, 60)], tmp_path, kill=True)
-    assert killed[0] == (0, cold)
-    assert here([prompt_of(0)], tmp_path) == [(COVERED, cold)]
 
 
 def test_damaged_blocks_are_computed_again(tmp_path: Path, cold: Said) -> None:
     here([prompt_of(0)], tmp_path)
-    sound = here([prompt_of(0)], tmp_path)
-    assert sound == [(COVERED, cold)]
-    for number in (0, 17, 40):
+    for number in (0, 7, 15):
         damage(tmp_path, number)
     [(cached, again)] = here([prompt_of(0)], tmp_path)
     assert again == cold
@@ -153,10 +142,9 @@ def test_damaged_blocks_are_computed_again(tmp_path: Path, cold: Said) -> None:
 def test_another_model_shares_nothing(tmp_path: Path, cold: Said) -> None:
     here([prompt_of(0)], tmp_path)
     for change in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"block_size": 8}):
-        more = {"num_gpu_blocks_override": 140} if "block_size" in change else {}
-        expected = here([prompt_of(0)], None, **change, **more)
-        assert here([prompt_of(0)], tmp_path, **change, **more) == expected
-        assert expected[0][0] == 0
+        more = {"num_gpu_blocks_override": 60} if "block_size" in change else {}
+        [(cached, _)] = here([prompt_of(0)], tmp_path, **change, **more)
+        assert cached == 0
     assert here([prompt_of(0)], tmp_path) == [(COVERED, cold)]
 
 

@@ -412,8 +412,9 @@ STATEFUL = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("scheduler", ["unified", "prefill-first"])
+@pytest.mark.parametrize(
+    ("scheduler", "seed"), [("unified", 0), ("prefill-first", 0), ("unified", 1), ("prefill-first", 2)]
+)
 def test_preemption_batches_and_forks_change_nothing(tiny_llama: Path, seed: int, scheduler: str) -> None:
     rng = random.Random(seed)
     asks = [

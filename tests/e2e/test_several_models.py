@@ -87,7 +87,7 @@ def test_three_models_with_room_for_two(folders: dict[str, Path], alone: dict[st
         assert statuses(server) == {"demo": "loaded", "one": "unloaded", "two": "unloaded"}
         described = json.loads(server.get("/v1/models/two")[1])
         assert described["max_model_len"] == 256, "known without loading it"
-        ask_at_random(server, alone, 20)
+        ask_at_random(server, alone, 12)
         assert complete(server, "one", PROMPTS[0]) == alone["one"][0]
         assert statuses(server) == {"demo": "loaded", "one": "loaded", "two": "unloaded"}
         status, answer = server.post("/v1/completions", {"model": "other", "prompt": "x"})

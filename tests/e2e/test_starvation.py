@@ -59,30 +59,34 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, Told]]:
     return {name: alone(folder, ASKS) for name, folder in folders.items()}
 
 
+NUM_BLOCKS = {"full": 36, "two kinds": 76, "window": 32}
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "mode", "caching"),
+    ("folder", "scheduler", "mode", "caching"),
     [
-        ("unified", "recompute", True),
-        ("unified", "recompute", False),
-        ("unified", "swap", True),
-        ("prefill-first", "recompute", False),
-        ("prefill-first", "swap", True),
-        ("prefill-first", "swap", False),
+        ("full", "unified", "recompute", True),
+        ("two kinds", "unified", "recompute", False),
+        ("window", "unified", "recompute", True),
+        ("two kinds", "unified", "swap", True),
+        ("full", "prefill-first", "recompute", False),
+        ("two kinds", "prefill-first", "recompute", False),
+        ("two kinds", "prefill-first", "swap", True),
+        ("window", "prefill-first", "swap", True),
+        ("full", "prefill-first", "swap", False),
     ],
 )
-@pytest.mark.parametrize(("folder", "num_blocks"), [("full", 36), ("two kinds", 76), ("window", 32)])
 def test_starved_requests_say_what_they_say_alone(
     folders: dict[str, Path],
     expected: dict[str, dict[str, Told]],
     folder: str,
-    num_blocks: int,
     scheduler: str,
     mode: str,
     caching: bool,
 ) -> None:
     driver = EngineDriver(
         folders[folder],
-        num_gpu_blocks_override=num_blocks,
+        num_gpu_blocks_override=NUM_BLOCKS[folder],
         preemption_mode=mode,
         swap_space="1MiB",
         scheduler=scheduler,
