@@ -121,7 +121,7 @@ def test_qkv_layer_splits_by_heads_and_repeats_kv_heads_where_ranks_outnumber_th
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_qkv_stored_by_groups_is_that_of_separate_tensors(ranks: int, kv_heads: int) -> None:
+def test_qkv_stored_by_kv_head_is_that_of_separate_tensors(ranks: int, kv_heads: int) -> None:
     heads, size, group = 4, 3, 4 // kv_heads
     matrices = [random(heads * size, 12), random(kv_heads * size, 12), random(kv_heads * size, 12)]
     biases = [random(matrix.shape[0]) for matrix in matrices]
@@ -148,7 +148,7 @@ def test_qkv_stored_by_groups_is_that_of_separate_tensors(ranks: int, kv_heads: 
                 num_kv_heads=kv_heads,
                 head_size=size,
                 bias=True,
-                by_group=len(names) == 1,
+                by_kv_head=len(names) == 1,
             )
             return tuple(numpy(part) for part in layer(BACKEND.from_numpy(X)))
 

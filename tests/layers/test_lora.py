@@ -68,7 +68,7 @@ LAYERS: dict[str, tuple[Layer, tuple[str, ...]]] = {
         ("m.qkv",),
     ),
     "qkv by group": (
-        lambda b: QKVParallelLinear(b, ("qkv",), IN, num_heads=4, num_kv_heads=2, head_size=2, by_group=True),
+        lambda b: QKVParallelLinear(b, ("qkv",), IN, num_heads=4, num_kv_heads=2, head_size=2, by_kv_head=True),
         ("m.qkv",),
     ),
 }

@@ -1,1 +1,1 @@
-"""What a model folder is and says: resolving names, config.json, safetensors. Imports nothing of ours but errors."""
+"""Model folders: resolving names, config.json, weight files of every format, pooling. Imports only leaf modules."""

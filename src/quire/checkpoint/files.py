@@ -1,7 +1,7 @@
 """Reading files of a model folder, above all JSON objects such as config.json.
 
-What is no readable regular file, no JSON object, or a wrong value of a field becomes a `ModelError` of one line, with
-the path in front. What the files mean is decided elsewhere.
+An unreadable file, invalid JSON, or a wrong value of a field raises a `ModelError` of one line that begins with the
+path. The meaning of the fields is defined elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
 def regular_file_size(path: Path) -> int:
-    """Return the size in bytes; refuse what is missing, unreadable, or no regular file (opening a FIFO would block)."""
+    """Return the size in bytes; raise for missing and unreadable files, and for FIFOs, whose opening would block."""
     try:
         status = path.stat()
     except OSError as error:
@@ -35,7 +35,7 @@ def regular_file_size(path: Path) -> int:
 
 
 def unreadable(path: Path, error: OSError) -> ModelError:
-    """Say in one line why the system would not give us `path`."""
+    """Return the error for a file that the system cannot open or read."""
     return ModelError(f"{path}: {error.strerror or error} (expected a readable file)")
 
 
@@ -207,7 +207,7 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` once it is complete; a process that has mapped the old one keeps that."""
+    """Yield a file that replaces `path` when it is complete; a process that has mapped the old file keeps it."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:

@@ -94,14 +94,14 @@ def resolve_model(
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder without other weights; None where it has other weights, or no such file."""
+    """Return the GGUF file of a folder whose only weights are GGUF; None for other folders."""
     if any(path.suffix in OTHER_WEIGHTS for path in folder.iterdir()) or not any(folder.glob("*.gguf")):
         return None
     return choose_gguf(folder)
 
 
 def choose_gguf(folder: Path, choice: str = "") -> Path:
-    """Return the GGUF file of a folder whose name ends in `choice`, or the only one; of a split one, its first part.
+    """Return the GGUF file of a folder whose name ends in `choice`, or the only one; the first part of a split file.
 
     Raises:
         ModelError: there is none, or there are several.
@@ -122,7 +122,7 @@ def choose_gguf(folder: Path, choice: str = "") -> Path:
 def _download_gguf(
     repo_id: str, choice: str, revision: str | None, download_dir: str | None, token: str | None
 ) -> Path:
-    """Fetch one GGUF file, all parts of it, and nothing else."""
+    """Fetch one GGUF file, with all its parts."""
     spellings = dict.fromkeys((choice, choice.upper(), choice.lower()))
     patterns = [f"*{name}{end}" for name in spellings for end in (".gguf", "-*-of-*.gguf")]
     return choose_gguf(_download(repo_id, revision, download_dir, token, patterns, None), choice)

@@ -57,7 +57,7 @@ class ModelInfo:
         keeps_states: some layers keep a state for each sequence that cannot go back (`step.LayerStateSpec`).
         raw: config.json with overrides merged and the architecture's defaults filled in.
         causal: whether tokens see those before them only. pools: as in `Family`.
-        pooling: how vectors or scores are made; None: the model generates text. `checkpoint.pooling.with_runner`
+        pooling: how embeddings or scores are made; None: the model generates text. `checkpoint.pooling.with_runner`
             decides, `load_model_info` leaves it open.
     """
 
@@ -98,7 +98,7 @@ class ModelInfo:
 
     @property
     def fields(self) -> Fields:
-        """Typed access to config.json, for what only one family has."""
+        """Typed access to config.json, for keys that only some architectures have."""
         return Fields(self.raw, self.path if is_gguf(self.path) else self.path / CONFIG_FILE)
 
 

@@ -1,4 +1,4 @@
-"""Opening the weights of a model folder: which reader serves its files, and in which numbers they are."""
+"""Opens the weights of a model folder with the reader of its file format, and combines parts of quantized weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ def open_weights(info: ModelInfo, load_format: str = "auto", strategy: str = "la
     """Open the weight files of `info`, verify their headers, and read nothing else.
 
     Args:
-        load_format: "auto" takes what the folder holds, but pickles, which only "pt" reads; "safetensors" and "gguf"
-            take only that.
-        strategy: "lazy" maps files, "prefetch" also has the system read them meanwhile, "eager" reads them now.
+        load_format: "auto" reads safetensors or GGUF files; "safetensors" and "gguf" only these; "pt" reads pickles.
+        strategy: "lazy" maps the files, "prefetch" also reads them ahead in a thread, "eager" reads them now.
 
     Raises:
-        ModelError: no weights, or files that are not what they should be.
+        ModelError: there are no weights, or a file is malformed.
     """
     checkpoint = _open(info, load_format, eager=strategy == "eager")
     if strategy == "prefetch":

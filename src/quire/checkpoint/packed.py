@@ -2,7 +2,7 @@
 
     "QUIREPK1", header length u64, header in JSON, padding; then the arrays, each at a multiple of 64 bytes
 
-What the records mean is known to `kernels.cpu.packed_weights`. Here their arrays find their places, which are checked.
+`kernels.cpu.packed_weights` defines the records. This module places their arrays in the file, and checks the places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = ("float32", "float16", "int8", "uint8", "int16", "uint16", "int32", "ui
 
 
 def packed_quantization(info: ModelInfo) -> str | None:
-    """Return the quantization of packed weights, None for others. Raises ModelError for what is none."""
+    """Return the quantization of packed weights, None for other folders. Raises ModelError for a wrong value."""
     inner = info.fields.inner(CONFIG_KEY)
     return None if inner is None else inner.text("quantization", None)
 

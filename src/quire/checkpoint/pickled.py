@@ -1,7 +1,7 @@
 """Weights in PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`), pickles, for `--load-format pt`.
 
-`torch.load(weights_only=True)` runs no code of the file: whatever is not a tensor, or a container of them, is refused.
-PyTorch is imported only here, and only then. Its mapping of a file stays as long as any tensor of it does.
+`torch.load(weights_only=True)` runs no code of the file: anything but tensors and containers of them is refused.
+PyTorch is imported only when such a file is opened. The mapping of a file lives as long as any of its tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.errors import ModelError, first_line
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
 EXTRA = "pip install 'quire[reference]'"
-# What trainers leave beside weights.
+# Beginnings of other files that trainers write beside weights.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
 WRAPPERS = ("state_dict", "model", "module")  # keys under which some programs save the weights
 
@@ -96,6 +96,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether the file has the layout of today, which can be mapped; before torch 1.6 it was another."""
+    """Whether the file is a zip archive, which can be mapped, as since torch 1.6."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"

@@ -1,6 +1,6 @@
-"""Whether a model computes vectors or scores, and how: from sentence-transformers' files, or the architecture.
+"""Whether a model computes embeddings or scores, and how: from sentence-transformers' files, or the architecture.
 
-`modules.json` lists what follows the transformer (pooling, dense layers, normalization), each with a folder of its own;
+`modules.json` lists the modules after the transformer (pooling, dense layers, normalization), each with its own folder;
 `config_sentence_transformers.json` has prompts, `sentence_bert_config.json` the maximum length. Nothing is computed
 here: `worker.pooler` pools, `models.pooling` has the layers.
 """
@@ -48,7 +48,7 @@ def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") ->
             or "auto", which is what its folder says.
 
     Raises:
-        ConfigError: the options contradict the model. ModelError: a file is malformed, or names what is not supported.
+        ConfigError: the options contradict the model. ModelError: a file is malformed, or has an unsupported setting.
     """
     made_for = info.pools  # "embed", "classify", or None where the architecture generates text
     if runner == "generate" and made_for is not None:
@@ -77,7 +77,7 @@ def with_runner(info: ModelInfo, runner: str = "auto", convert: str = "auto") ->
 
 
 def _embedder(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
-    """Return how vectors are made: as the folder's files say, or without them, as is usual for the architecture."""
+    """Return how embeddings are made: by the folder's files, or without them as is usual for the architecture."""
     if modules is None:
         return PoolingSpec(task="embed", kinds=("lasttoken" if info.causal else "cls",), normalize=True)
     spec = replace(modules, task="embed", kinds=modules.kinds or ("mean",), logit_score=None)
@@ -87,7 +87,7 @@ def _embedder(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
 
 
 def _classifier(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
-    """Return what scores classes, or, of a model that generates, how likely it says yes."""
+    """Return how classes are scored; for a model that generates text, by the logits of yes and no."""
     fields = info.fields
     labels = _labels(fields)
     kind = "lasttoken"
@@ -118,7 +118,7 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _score_activation(fields: Fields, num_labels: int) -> str:
-    """Return what makes scores of logits: sentence-transformers' word, the problem's kind, or what is usual."""
+    """Return the function from logits to scores: that of sentence-transformers, of problem_type, or by default."""
     inner = fields.inner("sentence_transformers")
     name = inner.text("activation_fn", None) if inner is not None else None
     name = name or fields.text("sbert_ce_default_activation_function", None)
@@ -142,7 +142,7 @@ def _activation(name: Any, fields: Fields, key: str) -> str:
 
 
 def _read_modules(info: ModelInfo) -> PoolingSpec | None:
-    """Read modules.json and the folders it names; None where there is no such file. No kinds: it names none."""
+    """Read modules.json and the folders that it names; None if there is no such file."""
     path = info.path / MODULES_FILE
     if not os.path.lexists(path):
         return None
@@ -210,7 +210,7 @@ def _dense(fields: Fields, folder: str) -> PoolingDense:
 
 
 def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str | None]:
-    """Return texts to put before a text, by name, and the name of the one that is used without asking."""
+    """Return the prompts by name, and the name of the default one."""
     path = folder / PROMPTS_FILE
     fields = Fields(read_json_object(path, optional=True), path)
     inner = fields.inner("prompts")
@@ -250,7 +250,7 @@ def _logit_score(info: ModelInfo, words: Any) -> LogitScore:
 
 
 def _token_id(folder: Path, text: str) -> int | None:
-    """Look a token up in the tokenizer's files."""
+    """Return the id of a token, from the tokenizer's files."""
     path = folder / "tokenizer.json"
     if os.path.lexists(path):
         content = read_json_object(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingDense:
-    """A layer after pooling: activation(linear(x)), with weights in a folder of its own, `linear.weight` and so on."""
+    """A layer after pooling: activation(linear(x)), whose weights (`linear.weight`, ...) have their own folder."""
 
     folder: str
     in_features: int
@@ -32,15 +32,15 @@ class LogitScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """How a model makes vectors or scores.
+    """How a model makes embeddings or scores.
 
     Attributes:
         task: "embed" or "classify".
         kinds: how the hidden states of a text's tokens become one vector: "cls" (the first), "lasttoken", "mean",
             "max", "mean_sqrt_len_tokens" (sum over the root of their number) or "weightedmean" (by position, from 1);
             the results of several are joined.
-        normalize: vectors are made unit length. dense: layers before that.
-        labels: names of the classes. activation: what makes scores of logits.
+        normalize: vectors are scaled to unit length. dense: layers before that.
+        labels: names of the classes. activation: the function from logits to scores.
         logit_score: the only score is one of the output head's logits, or a difference of two.
         prompts: texts put before a text, by name; default_prompt: the name of the one used by default.
         matryoshka: dimensions that vectors may be truncated to; empty: any.

@@ -1,4 +1,4 @@
-"""Rotary position parameters as config.json gives them, under the old keys and the new; the tables are made elsewhere.
+"""Rotary position parameters of config.json, under the old and the new keys. `layers.rotary` makes the tables.
 
 Old: `rope_theta` and `rope_scaling` at the top level. New: one `rope_parameters` object. Both may say `type` or
 `rope_type`.
@@ -20,13 +20,13 @@ _ALIASES = {"su": "longrope"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """One model's rotary embedding (Su et al. 2021) and how it was stretched.
+    """A rotary embedding (Su et al. 2021) and its context extension ("rope scaling").
 
     Attributes:
-        rope_type: one of ROPE_TYPES. theta: the base. rotary_dim: how many of a head's values are rotated; even.
-        factor: how far the context was stretched; 1 for "default".
+        rope_type: one of ROPE_TYPES. theta: the base. rotary_dim: how many dimensions of a head are rotated; even.
+        factor: by which the context was extended; 1 for "default".
         max_position_embeddings: as config.json has it.
-        original_max_position_embeddings: context length before stretching (llama3, yarn, longrope).
+        original_max_position_embeddings: context length before the extension (llama3, yarn, longrope).
         attention_factor: multiplies cos and sin; None leaves it to the type's formula.
         query_growth: queries at position p are multiplied with 1 + query_growth * log(1 + p // original length); 0 is
             off (Llama 4).
@@ -55,9 +55,9 @@ class RopeParameters:
     def default_max_len(self) -> int:
         """Longest context at which one table serves every length.
 
-        dynamic and longrope pick their frequencies by the length of the sequence: up to the original length they are
-        those of training, beyond it others, for all positions. A paged cache needs one rotation per position, so
-        the original length is the default, and a longer one must be configured.
+        With dynamic and longrope the frequencies of all positions depend on whether the sequence is longer than the
+        original context. A paged cache needs one rotation per position. So the original length is the default, and a
+        longer one must be configured.
         """
         if self.rope_type in ("dynamic", "longrope"):
             return min(self.original_max_position_embeddings, self.longest_max_len)
@@ -147,7 +147,7 @@ def _rope_object(config: Fields, layer_type: str | None) -> Fields:
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int, part_key: str | None) -> int:
-    """Return how many values of each head are rotated: all, a share of them, or a number of them."""
+    """Return how many dimensions of each head are rotated: all, a share of them, or a number of them."""
     if part_key is None:
         for fields in (rope, config):
             if fields.number("partial_rotary_factor", 1.0) != 1.0:
@@ -165,7 +165,7 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, part_key: str | Non
 
 
 def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
-    """Add what the rope_type needs."""
+    """Add the parameters of the rope_type."""
     stretch = common.max_position_embeddings / common.original_max_position_embeddings
     match common.rope_type:
         case "linear" | "dynamic":
@@ -198,7 +198,7 @@ def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
 
 
 def _turns(rope: Fields, key: str, default: float) -> float:
-    """Read a number of turns; 0 means the default, as for transformers."""
+    """Read a number of rotations; 0 means the default, as for transformers."""
     turns = rope.number(key, 0.0, above=-1.0)
     if turns < 0:
         raise rope.error(key, "a number from 0")
@@ -206,7 +206,7 @@ def _turns(rope: Fields, key: str, default: float) -> float:
 
 
 def _scale(rope: Fields, key: str, *, above: float = -1.0) -> float | None:
-    """Read what vectors are multiplied with, or what that is computed from."""
+    """Read an optional scale, or a value from which one is computed."""
     value: float | None = rope.number(key, None, above=above)
     if value is not None and value > MAX_SCALE:
         raise rope.error(key, f"a number up to {MAX_SCALE:g}")

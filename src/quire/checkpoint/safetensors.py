@@ -1,7 +1,7 @@
-"""Reading weights: safetensors files, alone or sharded behind an index, mapped read-only and checked before use.
+"""Reads safetensors files, single or sharded with an index, mapped read-only and checked before use.
 
-The header is untrusted input: lengths, offsets, shapes and types are verified with Python integers before any byte of
-data is looked at. Pickle weights (`.bin`, `.pt`) are not opened here. What tensors a model needs is not decided here.
+The header is untrusted input: lengths, offsets, shapes and types are verified with Python integers before any data is
+read. `pickled.py` opens pickle weights (`.bin`, `.pt`).
 The format: 8 bytes little-endian header length, a JSON header, then the data, without holes or overlaps.
 """
 
@@ -182,7 +182,7 @@ def open_safetensors(folder: Path, *, eager: bool = False) -> Checkpoint:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """No standard name: take every safetensors file, except the second copy some folders hold as consolidated*."""
+    """Return every safetensors file, except consolidated*, a second copy of the weights in some folders."""
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if files:
         return files

@@ -1,4 +1,4 @@
-"""Floats of 8 and 4 bits, as tables of what each code is worth.
+"""Floats of 8 and 4 bits, as tables of the value of each code.
 
 The formats are those of the OCP specifications "8-bit Floating Point" and "Microscaling Formats" (2023): E4M3 has no
 infinities and one size of NaN, E5M2 is a float16 cut short, E8M0 is a power of two, E2M1 has neither NaN nor infinity.

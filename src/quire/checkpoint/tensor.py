@@ -1,7 +1,7 @@
-"""A tensor as it is stored in a checkpoint: what weight files yield and backends pack. Reading files is not here.
+"""Tensors as they are stored in checkpoints: weight files yield them, backends pack them. Files are read elsewhere.
 
-`HostTensor` holds plain numbers. `QuantizedTensor` stands for weights that are stored in fewer bits: it is sliced like
-a plain one, and dequantized only when a backend packs it, piece by piece.
+`HostTensor` holds unquantized values, `QuantizedTensor` weights in fewer bits: it is sliced in the same way, and
+dequantized only when a backend packs it, piece by piece.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class HostTensor:
 class Layout(NamedTuple):
     """The storage format in which backends can keep a quantized weight, known before its values are read.
 
-    kind: "integers" for what `QuantizedTensor.integers` gives; "table", "e4m3" or "e5m2" for what `codes` gives.
-    bits: 4 or 8. group: neighbours of a row that share a scale; 0 where a whole row does. zeros: whether groups have
-    zero points. ordered: whether the inputs have to be put in another order first (`Integers.order`). scale_bytes: 2
-    where bfloat16 holds the scales exactly, else 4; for codes only.
+    kind: "integers" for `QuantizedTensor.integers`; "table", "e4m3" or "e5m2" for `QuantizedTensor.codes`.
+    bits: 4 or 8. group: adjacent weights of a row that share a scale; 0 where a whole row does. zeros: whether groups
+    have zero points. ordered: whether the inputs have to be put in another order first (`Integers.order`). scale_bytes:
+    2 where bfloat16 holds the scales exactly, else 4; for codes only.
     """
 
     kind: str
@@ -124,7 +124,7 @@ class QuantizedTensor(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weights that it stands for."""
+        """Shape of the weights."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> QuantizedTensor:
@@ -132,31 +132,31 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return columns [start, stop) of the last axis; plain numbers if that splits a group."""
+        """Return columns [start, stop) of the last axis; dequantized if that splits a group."""
 
     @abstractmethod
     def to_float32(self) -> np.ndarray:
         """Return the weights."""
 
     def matrix(self, index: int) -> Tensor:
-        """Return number `index` of a stack of matrices, [E, N, K]; plain numbers unless a format can do better."""
+        """Return number `index` of a stack of matrices, [E, N, K]; dequantized by default."""
         return HostTensor(self.rows(index, index + 1).to_float32()[0], "float32")
 
     def alternate(self, start: int) -> Tensor:
-        """Return every other row, from row `start`, 0 or 1, on; plain numbers unless a format can do better."""
+        """Return every other row, from row `start`, 0 or 1, on; dequantized by default."""
         return HostTensor(self.to_float32()[start::2], "float32")
 
     @property
     def layout(self) -> Layout | None:
-        """What `integers` or `codes` will give, without reading anything; None where neither does."""
+        """The layout of what `integers` or `codes` returns, known without reading; None where both return None."""
         return None
 
     def integers(self) -> Integers | None:
-        """Return the weights as integers with scales, without loss; None where the format is something else."""
+        """Return the weights as integers with scales, without loss; None for other formats."""
         return None
 
     def codes(self) -> Codes | None:
-        """Return the weights as codes of small floats with scales; None where the format is something else."""
+        """Return the weights as codes of small floats with scales; None for other formats."""
         return None
 
     def count_nonfinite(self) -> int:
@@ -169,11 +169,11 @@ class QuantizedTensor(ABC):
 
     @property
     def array(self) -> np.ndarray:
-        """The weights, float32; for what takes tensors apart in its own way."""
+        """The weights, float32."""
         return self.to_float32()
 
     def transposed(self) -> Tensor:
-        """Return the matrix transposed; plain numbers unless a format can do better."""
+        """Return the matrix transposed; dequantized by default."""
         return HostTensor(self.to_float32().T, "float32")
 
 
@@ -271,14 +271,14 @@ Tensor = HostTensor | QuantizedTensor
 
 # All bits of the exponent set: the smallest bit pattern without a sign that is no finite number.
 _EXPONENT = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "bfloat16": 0xFF << 7, "float16": 0x1F << 10}
-_CHUNK_BYTES = 1 << 18  # looked at in one go, so that the second look finds them in the cache
+_CHUNK_BYTES = 1 << 18  # checked at a time, so that the second pass finds them in the cache
 
 
 def count_nonfinite(tensor: Tensor) -> int:
     """Return how many values are NaN or infinite; integers are always finite.
 
-    As signed integers, the bits of positive numbers are ordered like the numbers; as unsigned ones, those of negative
-    numbers are, and lie above all others. So two maxima tell whether any is too large, at the speed of memory.
+    The bits of positive numbers, as signed integers, are ordered like the numbers. As unsigned integers, the bits of
+    negative numbers are ordered by size, above all others. So two maxima show whether any value is not finite.
     """
     if isinstance(tensor, QuantizedTensor):
         return tensor.count_nonfinite()

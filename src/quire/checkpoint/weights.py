@@ -118,8 +118,9 @@ class CheckpointWeights:
 
 
 class DryRunWeights:
-    """Weights for a dry run: notes which tensors a model reads, and answers with shapes only; `check` reports what
-    does not fit.
+    """Weights for a dry run: records which tensors a model reads, and returns tensors without values.
+
+    `check` reports missing and misshapen ones.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -130,7 +131,7 @@ class DryRunWeights:
         return name in self._tensors
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Note the request; the tensor returned has the right shape, takes no memory, and has arbitrary values."""
+        """Record the request, and return a tensor of this shape that takes no memory and has arbitrary values."""
         self._requested[name] = shape
         layout = self._tensors[name].layout if name in self._tensors else None
         return meta_tensor(shape) if layout is None else MetaTensor(shape, layout)
@@ -210,7 +211,7 @@ class DummyWeights:
 
 
 class _DummyTensor(QuantizedTensor):
-    """A short list of numbers, repeated from an offset on; `twice` holds the list twice in a row, in bfloat16.
+    """A short list of values, repeated from an offset on; `twice` holds the list twice in a row, in bfloat16.
 
     Backends take it in pieces, most of which are views of the list, so that it costs neither time nor memory.
     """

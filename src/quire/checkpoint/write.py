@@ -1,4 +1,4 @@
-"""Writing weights as safetensors: plain numbers in one dtype, or integers as compressed-tensors stores them.
+"""Writes weights as safetensors: in one float dtype, or quantized in the format of compressed-tensors.
 
 compressed-tensors is the format of llm-compressor, which other engines read too; `quantization/compressed.py` reads it.
 `pack-quantized`: 4 bits with a scale for each group of a row; `int-quantized`: 8 bits with a scale for each row.
@@ -30,7 +30,7 @@ _LINEAR = re.compile(
 
 
 class Part(NamedTuple):
-    """One tensor of the file: its name, dtype (of safetensors), shape, and what yields its bytes, in order."""
+    """One tensor of the file: name, dtype of safetensors, shape, and a function that yields its arrays in order."""
 
     name: str
     dtype: str
@@ -76,7 +76,7 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def quantization_config(bits: int, *, inputs: bool, ignored: list[str], group: int | None) -> dict[str, Any]:
-    """Return what config.json says of such weights; `inputs`: whether those of products are rounded to 8 bits too."""
+    """Return config.json's quantization_config; `inputs`: whether activations are rounded to 8 bits, too."""
     weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -91,7 +91,7 @@ def quantization_config(bits: int, *, inputs: bool, ignored: list[str], group: i
 
 
 def write_safetensors(path: Path, parts: list[Part]) -> None:
-    """Write tensors one after the other; never more than a piece of one is in memory."""
+    """Write tensors one after the other; at most a piece of one is in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for part in parts:
@@ -148,7 +148,7 @@ def _quantized(stored: StoredTensor, name: str, bits: int, group: int) -> Iterat
 def _round(values: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Return rows as integers, packed for 4 bits, and their scales.
 
-    8 bits: the largest size becomes 127. 4 bits: the number that is largest in size becomes -8, whatever its sign.
+    8 bits: the largest absolute value becomes 127. 4 bits: the value with the largest absolute value becomes -8.
     """
     groups = values.reshape(len(values), -1, group)
     if bits == 8:

@@ -18,7 +18,11 @@ NIBBLE_UNIT = 32  # and of nibbles that are integers
 
 
 class StoredSize(NamedTuple):
-    """Of one weight: inputs and group as stored (0 where each row has one scale), and bytes of data and the rest."""
+    """Sizes of one stored weight.
+
+    depth: inputs, with padding. group: as in `Layout`, after padding; 0 where each row has one scale. data: bytes of
+    integers or codes. rest: bytes of scales, zero points and the order of inputs.
+    """
 
     depth: int
     group: int

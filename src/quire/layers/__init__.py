@@ -1,1 +1,1 @@
-"""What models are made of: linears that own their sharding, norms, rotary tables, attention."""
+"""The layers of models: linear layers that own their sharding, norms, rotary tables, attention, experts."""

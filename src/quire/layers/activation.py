@@ -30,12 +30,12 @@ def activation_kind(hidden_act: str) -> str:
 
 
 def gate_kind(hidden_act: str) -> str:
-    """Return the backend's name of what gate and up become together; "swiglu_oai" is one more of those."""
+    """Return the backend's name of a gated activation: that of an activation, or "swiglu_oai"."""
     return hidden_act if hidden_act == "swiglu_oai" else activation_kind(hidden_act)
 
 
 class Activation:
-    """Elementwise activation: one that config.json has for hidden layers, or of layers after pooling "tanh"."""
+    """Elementwise activation: a `hidden_act`, or "tanh" of layers after pooling."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend, self.kind = backend, name if name == "tanh" else activation_kind(name)

@@ -1,4 +1,4 @@
-"""`Builder`: what every layer is made from, handed down the tree of a model while it is built, and dropped after."""
+"""`Builder`: the weights and the backend from which every layer is built, passed down the tree of modules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Builder:
     `builder.under("model").under("norm").get("weight", (64,))` reads the tensor "model.norm.weight".
 
     Attributes:
-        lora: slots in which layers register what adapters may change.
+        lora: slots in which layers register, for adapters to change them.
         headless: the model's output is hidden states: its file may have no output head, and none is packed.
-        latent_cache: layers with latent attention cache latent vectors; otherwise keys and values of every head.
+        latent_cache: whether latent attention caches latent vectors, or keys and values of every head.
         layers: numbers of the layers of this pipeline stage; None for all.
     """
 
@@ -37,7 +37,7 @@ class Builder:
         return replace(self, prefix=f"{self.prefix}{name}.") if name else self
 
     def under_if(self, name: str, probe: str) -> Builder:
-        """Like `under`, unless tensor `probe` lies directly here: some files leave the outermost prefix out."""
+        """Like `under`, or this builder if `probe` exists without `name`: some files omit the outermost prefix."""
         return self if f"{self.prefix}{name}.{probe}" not in self.weights and self.has(probe) else self.under(name)
 
     def has(self, name: str) -> bool:

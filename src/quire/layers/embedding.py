@@ -60,7 +60,7 @@ class LMHead:
         self.adapters, self.lora = builder.lora, None
         if builder.headless:
             return
-        # A table of its own is never looked up: what adapters may change is the head.
+        # A separate table is never looked up: adapters change it as the head.
         self.table = tied_to or VocabParallelEmbedding(replace(builder, lora=None), name, vocab_size, width)
         self.lora = None if builder.lora is None else builder.lora.head(builder.prefix + name, vocab_size, width)
         self.bias = builder.backend.vector(builder.get(f"{name}.bias", (vocab_size,))) if bias else None
@@ -76,7 +76,7 @@ class LMHead:
 
 
 class PositionEmbedding:
-    """A learned vector per position. Files whose first rows stand for no position (OPT) give their number as `skip`."""
+    """A learned vector per position. `skip`: the number of first rows that stand for no position (OPT)."""
 
     def __init__(self, builder: Builder, name: str, num_positions: int, width: int, *, skip: int = 0) -> None:
         self.backend = builder.backend

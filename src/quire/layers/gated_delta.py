@@ -2,8 +2,8 @@
 
     q, k, v = split(silu(conv(in_proj(x))));  out = out_proj(norm(delta_rule(q / |q|, k / |k|, v)) * silu(z))
 
-The state of a sequence is a matrix for each head, and the last inputs of the convolution. The decay of the matrix at a
-token, and how much of the token is written to it (beta), are computed from the token.
+The state of a sequence is a matrix for each head, and the last inputs of the convolution. The matrix's decay at a
+token, and the share of the token that is written to it (beta), are computed from the token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quire.layers.norm import RMSNorm
 from quire.layers.short_conv import ShortConv
 from quire.step import LayerStateSpec
 
-UNIT_EPS = 1e-6  # is added to the square of a length before its root is taken
+UNIT_EPS = 1e-6  # is added to the squared length under the root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSizes:
-    """Heads and their sizes: each key head, with its query, serves `value_heads / key_heads` neighbouring value heads.
+    """Heads and their sizes; `value_heads / key_heads` adjacent value heads share a key head.
 
-    taps: inputs of the convolution. by_group: the files hold one in_proj_qkvz, for each key head its query, key, values
-    and gates, and one in_proj_ba, instead of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
+    taps: inputs of the convolution. by_key_head: the files have in_proj_qkvz, with query, key, values and gates of one
+    key head after the other, and in_proj_ba, instead of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
     """
 
     key_heads: int
@@ -37,7 +37,7 @@ class DeltaSizes:
     key_dim: int
     value_dim: int
     taps: int
-    by_group: bool = False
+    by_key_head: bool = False
 
     @property
     def shared(self) -> int:
@@ -53,7 +53,7 @@ class GatedDeltaNet:
         mine = span_of(backend, sizes.key_heads, "number of key heads of linear attention")
         self.key_size, self.value_heads = len(mine) * sizes.key_dim, len(mine) * sizes.shared
         self.value_size = self.value_heads * sizes.value_dim
-        read = _read_by_group if sizes.by_group else _read_apart
+        read = _read_by_key_head if sizes.by_key_head else _read_separate
         inputs, gates = read(builder, hidden_size, sizes, mine)
         self.in_proj = self.backend.pack_linear(inputs)
         self.gates = self.backend.pack_linear(gates, exact=True)  # small, and errors in them accumulate in the state
@@ -110,7 +110,7 @@ def _rows(tensor: Tensor, span: range) -> Tensor:
     return tensor.rows(span.start, span.stop)
 
 
-def _read_apart(
+def _read_separate(
     builder: Builder, hidden_size: int, sizes: DeltaSizes, mine: range
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return matrices of queries, keys, values, z, one below the other, and of beta and decay."""
@@ -123,22 +123,22 @@ def _read_apart(
     return inputs, [_rows(gate, _span(mine, sizes.shared)) for gate in gates]
 
 
-def _read_by_group(
+def _read_by_key_head(
     builder: Builder, hidden_size: int, sizes: DeltaSizes, mine: range
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """As `_read_apart`, of tensors that have all of a key head together."""
+    """As `_read_separate`, from tensors that hold all parts of a key head together."""
     values = sizes.shared * sizes.value_dim
     widths = (sizes.key_dim, sizes.key_dim, values, values)
     qkvz = builder.get("in_proj_qkvz.weight", (sizes.key_heads * sum(widths), hidden_size))
     ba = builder.get("in_proj_ba.weight", (2 * sizes.value_heads, hidden_size))
-    return _regroup(qkvz, widths, mine), _regroup(ba, (sizes.shared, sizes.shared), mine)
+    return _reorder(qkvz, widths, mine), _reorder(ba, (sizes.shared, sizes.shared), mine)
 
 
-def _regroup(tensor: Tensor, widths: tuple[int, ...], groups: range) -> list[Tensor]:
-    """Return the first parts of all groups, then the second ones, and so on; a group has parts of these widths."""
+def _reorder(tensor: Tensor, widths: tuple[int, ...], heads: range) -> list[Tensor]:
+    """Return the first parts of all heads, then the second ones, and so on; each head has parts of these widths."""
     starts = [sum(widths[:part]) for part in range(len(widths))]
     return [
-        _rows(tensor, range(group * sum(widths) + start, group * sum(widths) + start + width))
+        _rows(tensor, range(head * sum(widths) + start, head * sum(widths) + start + width))
         for start, width in zip(starts, widths)
-        for group in groups
+        for head in heads
     ]

@@ -40,7 +40,7 @@ def read_stack(
     return matrices, [builder.get(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
 
 
-def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[Tensor]:
+def split_by_kv_head(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[Tensor]:
     """Return queries, keys and values of a tensor that holds, for each KV head, its queries, its key and its value.
 
     The first axis is the one that is split; the parts are those that separate tensors would hold.
@@ -52,18 +52,18 @@ def split_groups(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: in
 
 
 def column_shard(builder: Builder, names: Sequence[str], sizes: Sequence[int]) -> Shard:
-    """Return what takes this rank's equal share of the rows of matrix number i, of these sizes."""
+    """Return a function that takes this rank's share of the rows of matrix number i, of these sizes."""
     spans = [span_of(builder.backend, size, f"size of {'/'.join(names)}") for size in sizes]
     return lambda i, tensor: [tensor.rows(spans[i].start, spans[i].stop)]
 
 
 class ReplicatedLinear:
-    """A projection that every rank holds whole, and what the layers below have in common with it.
+    """A projection that every rank holds whole; the base of the layers below.
 
     Args:
         names, sizes: as in `read_stack`. exact: never quantized.
         shard: which rows of matrix number i, and of its bias, this rank holds; all of them by default.
-        split: takes a single tensor of all matrices apart, where they do not follow one another.
+        split: splits a single tensor of all matrices, if they do not follow one another.
         columns: the columns that this rank holds, (first, last + 1), for results that are summed over ranks.
         gated: two matrices, gate and up, for `Backend.gated_linear`.
     """
@@ -189,8 +189,8 @@ class QKVParallelLinear(ReplicatedLinear):
     """Query, key and value projections in one packed weight, split by heads.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head. `heads` and `kv_heads` are this rank's,
-    among those of the model. A single tensor holds all queries, then all keys, then all values, or with `by_group`
-    what `split_groups` says. If `gated`, the tensor of queries holds each head's query and then its gate.
+    among those of the model. A single tensor holds all queries, then all keys, then all values, or with `by_kv_head`
+    what `split_by_kv_head` says. If `gated`, the tensor of queries holds each head's query and then its gate.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class QKVParallelLinear(ReplicatedLinear):
         head_size: int,
         bias: bool = False,
         transposed: bool = False,
-        by_group: bool = False,
+        by_kv_head: bool = False,
         gated: bool = False,
     ) -> None:
         backend = builder.backend
@@ -225,7 +225,7 @@ class QKVParallelLinear(ReplicatedLinear):
             return [*pieces[::2], *pieces[1::2]]
 
         def split(fused: Tensor) -> list[Tensor]:
-            return split_groups(fused, num_heads, num_kv_heads, head_size)
+            return split_by_kv_head(fused, num_heads, num_kv_heads, head_size)
 
         super().__init__(
             builder,
@@ -235,7 +235,7 @@ class QKVParallelLinear(ReplicatedLinear):
             bias=bias,
             transposed=transposed,
             shard=shard,
-            split=split if by_group else None,
+            split=split if by_kv_head else None,
         )
 
     def __call__(self, x: Array) -> tuple[Array, ...]:

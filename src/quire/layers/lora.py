@@ -25,7 +25,7 @@ Split = Callable[[Tensor], list[Tensor]]  # a tensor of several matrices -> one 
 
 @dataclass(frozen=True, slots=True)
 class LoRATarget:
-    """What an adapter may change, by the name of its module in transformers.
+    """A module that adapters may change, by its name in transformers.
 
     Attributes:
         kind: "linear"; "embedding", a table that is looked up; "head", which scores the vocabulary.
@@ -194,7 +194,7 @@ class LoRASlots:
         return packed
 
     def fill(self, slot: int, packed: PackedAdapter, vocab_size: int) -> None:
-        """Replace the adapter of a slot; between steps."""
+        """Replace the adapter of a slot; call it between steps."""
         for number, layer in enumerate(self._layers):
             self.backend.set_lora(layer.slots, slot, packed.get(number, [None] * layer.num_parts))
         self._vocab_sizes[slot] = vocab_size

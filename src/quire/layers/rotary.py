@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the tables of cosines and sines for every way of stretching the context.
+"""Rotary position embeddings: tables of cosines and sines for every type of context extension ("rope scaling").
 
 A paged cache holds keys that were rotated once, by their position. So each position has one rotation, whatever the
 length of its sequence, and two types differ from libraries that recompute frequencies as a sequence grows:
@@ -20,10 +20,9 @@ from quire.kernels.backend import Array, Backend, HeadNorms, KVCache
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by their position; one object serves all layers that rotate alike.
+    """Rotates queries and keys by their position; layers with equal parameters share it.
 
-    A head's values are rotated in pairs: the first with the first of the second half, and so on; or neighbours, if
-    `interleaved`.
+    Dimension i is rotated with dimension i + rotary_dim / 2, or if `interleaved` dimension 2 i with 2 i + 1.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class RotaryEmbedding:
 def rotary_embeddings(
     backend: Backend, ropes: Sequence[RopeParameters], head_size: int, max_len: int, *, interleaved: bool = False
 ) -> list[RotaryEmbedding]:
-    """Return one for each layer, by its parameters; layers that rotate alike share one."""
+    """Return one for each layer; layers with equal parameters share one."""
     made = {
         rope: RotaryEmbedding(backend, rope, head_size, max_len, interleaved=interleaved)
         for rope in dict.fromkeys(ropes)
@@ -94,7 +93,7 @@ def inverse_frequencies(rope: RopeParameters, max_len: int) -> np.ndarray:
     exponents = np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
     plain = rope.theta**-exponents
     match rope.rope_type:
-        case "linear":  # Chen et al. 2023: positions squeezed by the factor
+        case "linear":  # Chen et al. 2023: positions divided by the factor
             return plain / rope.factor
         case "dynamic":
             return _dynamic_base(rope, max_len) ** -exponents
@@ -109,7 +108,7 @@ def inverse_frequencies(rope: RopeParameters, max_len: int) -> np.ndarray:
 
 
 def attention_scaling(rope: RopeParameters) -> float:
-    """Return what cos and sin are multiplied with, so that attention logits keep their spread over longer contexts."""
+    """Return the factor of cos and sin that keeps the spread of attention logits over longer contexts."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.rope_type == "yarn":  # Peng et al. 2023, section 3.4
@@ -131,14 +130,14 @@ def _dynamic_base(rope: RopeParameters, max_len: int) -> float:
 
 
 def _llama3(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
-    """Llama 3.1: short waves stay, waves longer than the original context are squeezed, those between are blended."""
+    """Llama 3.1: high frequencies stay, low ones are divided by the factor, those between are blended."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # full turns over the original context
     kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return kept * plain + (1 - kept) * plain / rope.factor
 
 
 def _yarn(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
-    """YaRN (Peng et al. 2023, section 3.2): frequencies of many turns stay, those of few are squeezed, with a ramp."""
+    """YaRN (Peng et al. 2023, section 3.2): high frequencies stay, low ones are divided by the factor, with a ramp."""
     size = rope.rotary_dim
 
     def dimension(turns: float) -> float:

@@ -1,4 +1,4 @@
-"""Causal depthwise convolutions over a sequence's last few tokens, whose inputs are a state between steps."""
+"""Causal depthwise convolutions; the last inputs of each sequence are its state between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading an adapter's folder, checked in full against the model before anything of it is used.
+"""Reads an adapter's folder, and checks all of it against the model before it is used.
 
 Every tensor must belong to a layer of the model and have its shape, every value must be finite, and nothing may be
 missing or left over: an adapter that loads does what it was trained to do.
@@ -29,7 +29,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 DIGEST_BYTES = 16
 MAX_NAMED = 8
 NO_LAYER = "this model has no such layer, or none that adapters can change"
-# Tails of tensor names -> what the tensor is to its module.
+# Ends of tensor names -> the role of the tensor in its module.
 TAILS = (
     (re.compile(r"\.lora_A(?:\.default)?\.weight$"), "a"),
     (re.compile(r"\.lora_B(?:\.default)?\.weight$"), "b"),
@@ -41,7 +41,7 @@ TAILS = (
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter changes, by the names of the model's targets; float32.
+    """The changes of an adapter by the names of the model's targets, float32.
 
     vocab_size: ids that its prompts may have. num_logits: ids that it can generate. digest: of its files' contents.
     """
@@ -54,7 +54,7 @@ class Adapter:
 
 @dataclass(slots=True)
 class _Found:
-    """The tensors of one module, by what they are to it: name in the file and tensor."""
+    """The tensors of one module by role: name in the file and tensor."""
 
     target: LoRATarget
     tensors: dict[str, tuple[str, HostTensor]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def _find(module: str, targets: Mapping[str, LoRATarget]) -> LoRATarget | None:
 def _check_targets(
     config: PeftConfig, modules: Mapping[str, _Found], targets: Mapping[str, LoRATarget], path: Path
 ) -> None:
-    """Make sure that all the config names is there, and nothing else."""
+    """Check that there are tensors for all modules that the config names, and for no others."""
     selected = [name for name in targets if config.selects(name)]
     if config.targets is not None and not selected and not config.saved:
         shown = config.targets.pattern if isinstance(config.targets, re.Pattern) else list(config.targets)

@@ -1,7 +1,7 @@
-"""adapter_config.json as PEFT writes it: which modules an adapter changes, with which rank and scale.
+"""Reads PEFT's adapter_config.json: which modules an adapter changes, with which rank and scale.
 
-What would change results and cannot be honoured is refused by name, with the reason. Fields that only concern training
-are ignored.
+Settings that would change results and are not supported are refused with the reason. Fields that only concern
+training are ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encoder-only families, in which every token sees every other one: BERT, RoBERTa, ModernBERT; their classifiers."""
+"""Encoder-only families, with bidirectional attention: BERT, RoBERTa, ModernBERT; their classifiers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BERT = DecoderNames(
 
 
 def bert(info: ModelInfo) -> DecoderOptions:
-    """BERT (Devlin et al. 2019): norms after the sums, learned tables of positions and of places in a pair of texts."""
+    """BERT (Devlin et al. 2019): post-norm, learned position and token type embeddings."""
     return DecoderOptions(
         names=BERT,
         residual="post",
@@ -51,7 +51,7 @@ def bert(info: ModelInfo) -> DecoderOptions:
 
 
 def bert_classifier(builder: Builder, info: ModelInfo) -> TanhClassifier:
-    """The dense layer is the pooler, part of the body."""
+    """Build BERT's classifier, whose dense layer is the pooler of the body."""
     body = builder.under_if(BERT.body, f"{BERT.embedding}.weight")
     return TanhClassifier(body, "pooler.dense", builder, "classifier", info)
 
@@ -71,14 +71,14 @@ def roberta(info: ModelInfo) -> DecoderOptions:
 
 
 def roberta_classifier(builder: Builder, info: ModelInfo) -> TanhClassifier:
-    """Unlike BERT's, the dense layer belongs to the classifier."""
+    """Build RoBERTa's classifier, which has its own dense layer."""
     return TanhClassifier(builder, "classifier.dense", builder, "classifier.out_proj", info)
 
 
 def modernbert(info: ModelInfo) -> DecoderOptions:
-    """ModernBERT (Warner et al. 2024): a newer decoder's parts.
+    """ModernBERT (Warner et al. 2024): pre-norm, rotary embeddings and gated feed-forward layers.
 
-    Every third layer sees the whole text, the others a window to both sides, with rotations of their own. The first
+    Every third layer has full attention, the others a window to both sides, with other rotary parameters. The first
     layer has no norm before its attention.
     """
     bias = info.fields.flag("attention_bias")
@@ -91,7 +91,7 @@ def modernbert(info: ModelInfo) -> DecoderOptions:
             qkv=("Wqkv",),
             attention_output="Wo",
             mlp_norm="mlp_norm",
-            mlp_input=("Wi",),  # what is activated stands above what it is multiplied with
+            mlp_input=("Wi",),  # gate above up
             mlp_output="Wo",
             final_norm="final_norm",
         ),

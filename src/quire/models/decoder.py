@@ -1,9 +1,9 @@
-"""The decoder that all model families share, and `DecoderOptions`, in which a family says how it differs.
+"""The decoder that all model families share, and `DecoderOptions`, which describe how families differ.
 
 A decoder has three parts: `embed` (token ids to hidden states), `layers`, and a head (the final norm, `norm`, and
 `compute_logits`). `Decoder.forward` runs all three; a pipeline stage has a slice of the layers and the parts at its
-ends (`Builder.layers`). Encoder-only models are decoders too: their attention is not causal, and they have no output
-head. What a family has is in the family's file; which family an architecture is, in `models.registry`.
+ends (`Builder.layers`). Encoder-only models use it, too, with attention that is not causal and without an output head.
+The files of families return their options; `models.registry` finds the function of an architecture.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Mixer(Protocol):
     def __call__(
         self, positions: Array, x: Array, cache: Any, metadata: AttentionMetadata, rows: Array | None
     ) -> Array:
-        """[T, H] -> [T, H], or [R, H] of the token indices `rows`; `cache` is what `cache_spec` says."""
+        """[T, H] -> [T, H], or [R, H] of the token indices `rows`; `cache` has the arrays of `cache_spec`."""
 
     def cache_spec(self) -> LayerKVSpec | LayerStateSpec:
-        """Return what the layer caches of a sequence."""
+        """Return the spec of the layer's cache or state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class DecoderOptions:
         norm_first: the first layer has an `attention_norm`.
         moe: the experts, in families that have some. gated: without it the feed-forward layer is down(act(up(x))).
         transposed: linear weights in the file are [in, out].
-        qkv_by_group: a single tensor holds, for each KV head, its queries, its key and its value.
+        qkv_by_kv_head: a single tensor holds, for each KV head, its queries, its key and its value.
         qk_norm: norms of queries and keys: an RMS norm of each head ("head") or of all heads together ("projection"),
             or a layer norm of each head with a scale of its own, stored as one matrix ("layer") or as vectors
             ("layer_list"). norm_rotated: they are taken after the rotation, not before.
@@ -128,7 +128,7 @@ class DecoderOptions:
     gated: bool = True
     transposed: bool = False
     qkv_bias: bool = False
-    qkv_by_group: bool = False
+    qkv_by_kv_head: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
@@ -178,7 +178,7 @@ class DecoderAttention:
             head_size=head_dim,
             bias=options.qkv_bias,
             transposed=options.transposed,
-            by_group=options.qkv_by_group,
+            by_kv_head=options.qkv_by_kv_head,
             gated=options.output_gate,
         )
         mine = self.qkv_proj.heads
@@ -305,7 +305,7 @@ def build_norm(builder: Builder, name: str, info: ModelInfo, options: DecoderOpt
 
 
 def add_norm(norm: RMSNorm | LayerNorm | None, hidden: HiddenStates) -> Array:
-    """Add the update to the stream in place, and return the norm of the sum; without a norm the stream itself."""
+    """Add the update to the residual stream in place; return the norm of the sum, or without a norm the stream."""
     if isinstance(norm, RMSNorm) and hidden.update is not None:
         return norm.add(hidden.take_update(), hidden.residual)
     if hidden.update is not None:
@@ -314,15 +314,15 @@ def add_norm(norm: RMSNorm | LayerNorm | None, hidden: HiddenStates) -> Array:
 
 
 def scaled(x: Array, scale: float) -> Array:
-    """x times `scale`, which costs nothing where it is 1."""
+    """Return x * scale; x itself if the scale is 1."""
     return x if scale == 1.0 else x * scale
 
 
 class DecoderLayer:
     """One layer on the residual stream, see `DecoderOptions.residual`.
 
-    After the last layer only some tokens matter (`AttentionMetadata.logits_indices`): it drops the others as soon as
-    keys and values are written.
+    The last layer keeps only the tokens whose logits are needed (`AttentionMetadata.logits_indices`), as soon as keys
+    and values are written.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class DecoderLayer:
                 normed = self.mlp_norm(residual)
             residual = take_rows(self.backend, residual, rows)
             residual += out
-            del out  # here and below: memory that is free for what follows
+            del out  # here and below: frees memory for the next op
             return HiddenStates(residual, self.mlp(take_rows(self.backend, normed, rows)))
         del normed
         if self.residual == "sequential":
@@ -393,8 +393,8 @@ class Decoder:
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int, options: DecoderOptions) -> None:
         """Read every tensor from `builder`, in file order where possible, and pack it at once.
 
-        The constructor is run twice: first on a `DryRunWeights` that only checks names and shapes. So it must not look
-        at values, and which tensors it reads may depend on `info` and on `builder.has` alone.
+        The constructor runs twice, first on a `DryRunWeights` that only checks names and shapes. So it must not use
+        values of tensors, and the choice of tensors to read may depend on `info` and `builder.has` only.
         """
         names, hidden, eps = options.names, info.hidden_size, info.norm_eps
         width = options.embedding_size or hidden
@@ -455,7 +455,7 @@ class Decoder:
             self.classifier = options.classifier(builder, info)
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """See `Model.kv_cache_spec`; of a stage, what its own layers cache."""
+        """See `Model.kv_cache_spec`; of a stage, the spec of its own layers."""
         return KVCacheSpec(
             [spec for spec in self.specs if isinstance(spec, LayerKVSpec)],
             [spec for spec in self.specs if isinstance(spec, LayerStateSpec)],
@@ -481,7 +481,7 @@ class Decoder:
     def run_layers(
         self, hidden: HiddenStates, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata
     ) -> HiddenStates:
-        """Run the layers of this stage. `positions` are handed to the rotation as they are."""
+        """Run the layers of this stage. `positions` are passed to the rotary embedding unchanged."""
         attends = [isinstance(spec, LayerKVSpec) for spec in self.specs]
         caches, states = iter(kv_caches[: sum(attends)]), iter(kv_caches[sum(attends) :])
         for layer, is_attention in zip(self.layers, attends, strict=True):
@@ -489,7 +489,7 @@ class Decoder:
         return hidden
 
     def norm(self, hidden: HiddenStates) -> Array:
-        """Return what `compute_logits` takes, of hidden states after the last layer."""
+        """Return the final norm of hidden states after the last layer, which `compute_logits` takes."""
         return add_norm(self.final_norm, hidden)
 
     def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
@@ -506,7 +506,7 @@ class Decoder:
 
 
 def rounded(value: float, dtype: str) -> float:
-    """Round to the nearest number of this dtype, of two to the even one."""
+    """Round to the nearest number of this dtype, ties to even."""
     if dtype == "bfloat16":
         bits = int(np.float32(value).view(np.uint32))
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000

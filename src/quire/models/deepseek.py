@@ -12,14 +12,14 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.decoder import DecoderOptions
 from quire.models.experts import corrected_experts, first_layers_dense, read_experts, read_routing, with_shared
 
-NORM_EPS = 1e-6  # of the norms of the two latent vectors, whatever config.json says of the others
+NORM_EPS = 1e-6  # of the norms of the two latent vectors, independent of config.json
 
 
 def deepseek_v2(info: ModelInfo) -> DecoderOptions:
     """DeepSeek-V2 (DeepSeek-AI 2024): after a few dense layers, many small experts and shared ones.
 
-    Experts are chosen by the softmax of all of them, in sizes with groups among the groups with the best experts, and
-    weights are not renormalized.
+    Scores are a softmax over all experts; with "group_limited_greedy" experts are chosen in the groups with the best
+    ones. Weights are not renormalized.
     """
     fields = info.fields
     method = fields.text("topk_method", "greedy")
@@ -43,7 +43,7 @@ def deepseek_v2(info: ModelInfo) -> DecoderOptions:
 
 
 def deepseek_v3(info: ModelInfo) -> DecoderOptions:
-    """DeepSeek-V3 and R1 (DeepSeek-AI 2024), Kimi K2, GLM-4.7-Flash: scores are sigmoids, corrected for the choice."""
+    """DeepSeek-V3 and R1 (DeepSeek-AI 2024), Kimi K2, GLM-4.7-Flash: sigmoid scores, with a bias for the choice."""
     fields = info.fields
     return DecoderOptions(
         moe=corrected_experts(info, dense_layers(info), num_shared=0),
@@ -100,7 +100,7 @@ def attention_scale(rope: RopeParameters | None, key_size: int) -> float:
 
 
 def dense_layers(info: ModelInfo) -> frozenset[int]:
-    """Return the layers without experts: the first ones, and of the others those that `moe_layer_freq` leaves out."""
+    """Return the layers without experts: the first ones, and those that `moe_layer_freq` leaves out."""
     step = info.fields.integer("moe_layer_freq", 1, low=1)
     later = (layer for layer in range(info.num_hidden_layers) if layer % step)
     return first_layers_dense(info.fields, info.num_hidden_layers) | frozenset(later)

@@ -1,4 +1,4 @@
-"""Reading the experts of a model from config.json, checked before anything is built."""
+"""Reads the options of mixture-of-experts layers from config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.experts import RoutingParams
 from quire.layers.moe import MoEOptions
 
 MAX_EXPERTS = 8192
-DENSE_SIZE = "intermediate_size"  # the key of the size of dense layers, which some families have for experts
+DENSE_SIZE = "intermediate_size"  # the key of the width of dense layers, which some families use for experts
 
 
 def read_routing(
@@ -22,11 +22,11 @@ def read_routing(
 
     Args:
         experts, chosen: the keys of how many there are, and of how many each token gets.
-        grouped: they form `n_group` groups, of which `topk_group` are chosen first.
+        grouped: whether the experts form `n_group` groups, of which `topk_group` are chosen first.
         rules: the rest of `RoutingParams`.
 
     Raises:
-        ModelError: numbers that do not suit each other.
+        ModelError: inconsistent numbers.
     """
     number = fields.integer(experts, low=1, high=MAX_EXPERTS)
     groups = top_groups = 1
@@ -57,7 +57,7 @@ def require(fields: Fields, **expected: bool | None) -> None:
 
 
 def corrected_experts(info: ModelInfo, dense_layers: frozenset[int], *, num_shared: int) -> MoEOptions:
-    """Return DeepSeek-V3's experts, which other families have, too: scores are sigmoids, corrected for the choice.
+    """Return DeepSeek-V3's experts, which other families use, too: sigmoid scores, with a bias for the choice.
 
     `num_shared`: the number of shared experts, if config.json does not give it.
     """
@@ -77,7 +77,7 @@ def corrected_experts(info: ModelInfo, dense_layers: frozenset[int], *, num_shar
 
 
 def with_shared(experts: MoEOptions, number: int) -> MoEOptions:
-    """Return the same with so many shared experts, each as large as a routed one."""
+    """Return the options with this number of shared experts, each as wide as a routed one."""
     return replace(experts, shared_size=number * experts.inner_size)
 
 

@@ -1,4 +1,4 @@
-"""Models that run on transformers' own code, for causal language models without options in this package.
+"""The Transformers backend: causal language models that this package does not implement run on transformers' code.
 
 Their attention uses the paged cache through transformers' interface for attention functions; linear layers and
 embedding tables are packed and computed by the backend, quantized if the config says so. Everything else is PyTorch, on
@@ -27,7 +27,7 @@ from quire.layers.builder import Builder, share_of, span_of
 from quire.step import KVCacheSpec, LayerKVSpec
 
 COLUMN_WISE, ROW_WISE = "colwise", "rowwise"
-_numbers = itertools.count()  # of attention functions, which transformers finds by name
+_numbers = itertools.count()  # number the attention functions, which transformers finds by name
 
 
 class TransformersForCausalLM:
@@ -158,7 +158,7 @@ class TransformersForCausalLM:
         return packed_linear(self.backend, linear, style, exact=linear.out_features == experts)
 
     def _count(self, skeleton: Any) -> None:
-        """Pack shapes only, in a dry run; its steps are one embedding and the widest linear layer."""
+        """Count the weights in a dry run, whose steps are one embedding and the widest linear layer."""
         import torch
 
         table, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()

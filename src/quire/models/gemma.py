@@ -16,7 +16,7 @@ SANDWICH = DecoderNames(
 
 
 def gemma(info: ModelInfo) -> DecoderOptions:
-    """Gemma (Gemma team 2024): Llama's decoder with norms around 1, scaled embeddings and a gelu gate."""
+    """Gemma (Gemma team 2024): Llama's decoder with norms of scale 1 + weight, scaled embeddings and a gelu gate."""
     if info.fields.flag("use_bidirectional_attention", False) and info.causal:
         raise info.fields.error("use_bidirectional_attention", "false: tokens see those before them")
     return replace(
@@ -30,7 +30,7 @@ def gemma(info: ModelInfo) -> DecoderOptions:
 def gemma2(info: ModelInfo) -> DecoderOptions:
     """Gemma 2 (Gemma team 2024): norms before and after each part of a layer, and logits with soft caps.
 
-    The scale of attention is set by config.json, not by the size of heads. Every second layer has a window.
+    config.json sets the scale of attention. Every second layer has a window.
     """
     fields = info.fields
     return replace(
@@ -43,7 +43,7 @@ def gemma2(info: ModelInfo) -> DecoderOptions:
 
 
 def gemma3(info: ModelInfo) -> DecoderOptions:
-    """Gemma 3 (Gemma team 2025): norms of heads; of six layers five have a window and a rotation of their own.
+    """Gemma 3 (Gemma team 2025): norms of heads; five of six layers have a window, and other rotary parameters.
 
     transformers reads the cap of attention's logits and does not use it.
     """

@@ -134,7 +134,7 @@ def gpt_neox(info: ModelInfo) -> DecoderOptions:
         ),
         residual="parallel" if info.fields.flag("use_parallel_residual", True) else "sequential",
         gated=False,
-        qkv_by_group=True,
+        qkv_by_kv_head=True,
         qkv_bias=bias,
         output_bias=bias,
         ignored_weights=(r"\.attention\.(masked_)?bias$", INV_FREQ),
@@ -148,7 +148,7 @@ def bloom(info: ModelInfo) -> DecoderOptions:
         BIASES,
         names=replace(BLOOM, embedding_norm="word_embeddings_layernorm"),
         gated=False,
-        qkv_by_group=True,
+        qkv_by_kv_head=True,
         alibi_slopes=alibi_slopes(info.num_attention_heads),
     )
 
@@ -180,7 +180,7 @@ def falcon(info: ModelInfo) -> DecoderOptions:
         names=names,
         residual="parallel" if parallel else "sequential",
         gated=False,
-        qkv_by_group=True,
+        qkv_by_kv_head=True,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
@@ -260,7 +260,7 @@ def starcoder2(info: ModelInfo) -> DecoderOptions:
 
 
 def nemotron(info: ModelInfo) -> DecoderOptions:
-    """Nemotron-4 and Minitron (Parmar et al. 2024): norms around 1, a plain feed-forward layer with squared relu."""
+    """Nemotron-4 and Minitron (Parmar et al. 2024): norms of scale 1 + weight, no gate, squared relu."""
     bias = info.fields.flag("attention_bias", False)
     return replace(
         LAYER_NORMS,

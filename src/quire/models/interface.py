@@ -1,4 +1,4 @@
-"""What every model is: how it is built, what it computes, and what it caches. The engine knows models only by this."""
+"""`Model`, the interface through which the worker uses models: what they compute, and what they cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.step import KVCacheSpec
 
 @dataclass(slots=True)
 class HiddenStates:
-    """What a layer hands to the next one, and a pipeline stage to the next stage (vLLM's intermediate tensors).
+    """Hidden states between layers, and between pipeline stages (vLLM's intermediate tensors).
 
     Attributes:
         residual: the residual stream [T, H]. The next layer overwrites it.
@@ -24,7 +24,7 @@ class HiddenStates:
     update: Array | None = None
 
     def take_update(self) -> Array | None:
-        """Return `update` and forget it, so that its memory is free as soon as it was added."""
+        """Return `update` and drop the reference, so that its memory is free once it has been added."""
         update, self.update = self.update, None
         return update
 
@@ -48,7 +48,7 @@ class Model(Protocol):
     classifier: Callable[[Array], Array] | None
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Return what layers cache, or keep as a state, in the order in which `forward` takes the caches."""
+        """Return the specs of the layers' caches and states, in the order in which `forward` takes them."""
 
     def forward(self, input_ids: Array, positions: Array, kv_caches: list[Any], metadata: AttentionMetadata) -> Array:
         """Compute the step's tokens and write their keys and values to the caches.

@@ -40,7 +40,7 @@ def lfm2(info: ModelInfo) -> DecoderOptions:
 
 
 def lfm2_moe(info: ModelInfo) -> DecoderOptions:
-    """All but the first feed-forward layers are mixtures of experts."""
+    """The MoE models: all feed-forward layers but the first ones are mixtures of experts."""
     fields = info.fields
     routing = read_routing(
         fields,

@@ -31,7 +31,7 @@ def arcee(info: ModelInfo) -> DecoderOptions:
 
 
 def seed_oss(info: ModelInfo) -> DecoderOptions:
-    """Seed-OSS (ByteDance 2025): each kind of bias has a key of its own."""
+    """Seed-OSS (ByteDance 2025): config.json has a key for each bias."""
     return DecoderOptions(
         qkv_bias=info.fields.flag("attention_bias", True),
         output_bias=info.fields.flag("attention_out_bias", False),
@@ -71,7 +71,7 @@ def ernie(info: ModelInfo) -> DecoderOptions:
 
 
 def ernie_moe(info: ModelInfo) -> DecoderOptions:
-    """ERNIE 4.5 with experts in some layers: softmax scores, corrected for the choice, and shared experts.
+    """ERNIE 4.5 with experts in some layers: softmax scores with a bias for the choice, and shared experts.
 
     Files with biases are refused; layers for multi-token prediction (mtp) are not used.
     """
@@ -95,8 +95,8 @@ def ernie_moe(info: ModelInfo) -> DecoderOptions:
 def phi3(info: ModelInfo) -> DecoderOptions:
     """Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): projections of the same input are stored as one; no biases.
 
-    The smaller ones rotate a part of each head and stretch their context with longrope. Other kinds of stretching were
-    only in early files, with a scaling of their own.
+    The smaller ones rotate a part of each head and extend their context with longrope. Early files have other types,
+    with a scaling that is not implemented.
     """
     assert info.rope is not None
     if info.rope.rope_type not in ("default", "longrope"):
@@ -106,7 +106,7 @@ def phi3(info: ModelInfo) -> DecoderOptions:
 
 
 def minimax_m2(info: ModelInfo) -> DecoderOptions:
-    """MiniMax-M2 (MiniMax 2025): norms on all heads together, and 256 experts, chosen by corrected sigmoids."""
+    """MiniMax-M2 (MiniMax 2025): norms on all heads together, and 256 experts, chosen by sigmoids with a bias."""
     routing = read_routing(info.fields, "num_local_experts", scoring="sigmoid", renormalize=True)
     names = MoENames(block="block_sparse_moe", gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
     moe = read_experts(info, routing, size=DENSE_SIZE, correction=True, names=names)
@@ -114,7 +114,7 @@ def minimax_m2(info: ModelInfo) -> DecoderOptions:
 
 
 def gpt_oss(info: ModelInfo) -> DecoderOptions:
-    """GPT-OSS (OpenAI 2025): biases, attention sinks, windows in turn, and clamped experts.
+    """GPT-OSS (OpenAI 2025): biases, attention sinks, alternating windows, and clamped experts.
 
     Weights are a softmax over the experts chosen. The experts' gate and up alternate in one tensor of all experts.
     """

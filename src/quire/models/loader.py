@@ -1,5 +1,5 @@
-"""Building a model from its folder: first a dry run over names and shapes, so that a bad folder fails before memory is
-spent, then with the weights.
+"""Builds a model from its folder: first a dry run over names and shapes, so that a bad folder fails before memory is
+allocated, then with the weights.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def load_model(
     Args:
         info: from `load_model_info`.
         max_model_len: longest sequence it must serve; `info.max_model_len` if None.
-        load_format, strategy: as in `open_weights`; "dummy" invents weights from `seed`.
+        load_format, strategy: as in `open_weights`; "dummy" makes random weights from `seed`.
         allow_nonfinite: load weights that hold NaN or infinity, with a warning.
-        lora: slots that layers are to enter, so that adapters can change them.
+        lora: slots in which layers register, so that adapters can change them.
         latent_cache, layers: see `Builder`. Of a pipeline stage only its own layers' tensors are read.
 
     Raises:
@@ -83,7 +83,7 @@ def load_model(
     counter.rank, counter.world_size = backend.rank, backend.world_size
     model = build_model(info, Builder(dry_run, counter, latent_cache=latent_cache, layers=layers), 1)
     tied = (r"^lm_head\.weight$",) if info.tie_word_embeddings else ()
-    others = (r"",) if layers is not None else ()  # tensors of other stages are not this one's to miss
+    others = (r"",) if layers is not None else ()  # tensors of other stages
     dry_run.check(model.ignored_weights + tied + _mtp_layers(info) + others)
     free = backend.available_memory()
     if sum(sizes) > free:  # before the system starts to swap or kill
@@ -97,13 +97,13 @@ def load_model(
 
 
 def config_digest(info: ModelInfo) -> str:
-    """Return a digest of all that config.json says."""
+    """Return a digest of config.json."""
     text = json.dumps(dict(info.raw), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _load_packed(info: ModelInfo, builder: Builder, length: int) -> Model:
-    """Build a model of packed weights. Raises ModelError if they are not for this backend, or not of this model."""
+    """Build a model from packed weights. Raises ModelError if they are for another backend, or of another model."""
     from quire.kernels.cpu.packed_weights import packing_traits, replaying_weights  # imports the CPU's kernels
 
     path = info.path / PACKED_FILE
@@ -145,7 +145,7 @@ def _mtp_layers(info: ModelInfo) -> tuple[str, ...]:
 class LoadProgress:
     """Shows how many bytes of weights were read: a bar on a terminal, lines in the log elsewhere.
 
-    Loads that are over in a moment show nothing. A context manager, after which the bar is gone.
+    Short loads show nothing. It is a context manager, whose end removes the bar.
 
     Args:
         name: of the model, as it is shown. total: bytes there are. clock: seconds, for tests.
@@ -168,7 +168,7 @@ class LoadProgress:
             self._bar = None
 
     def add(self, num_bytes: int) -> None:
-        """Count what is about to be read."""
+        """Count bytes that are about to be read."""
         self._done += num_bytes
         now = self._clock()
         if sys.stderr.isatty():

@@ -11,7 +11,7 @@ from quire.models.experts import DENSE_SIZE, read_experts, read_routing
 def mistral(info: ModelInfo) -> DecoderOptions:
     """Mistral (Jiang et al. 2023): Llama's decoder with a sliding window; no biases, whatever the config says.
 
-    Ministral (2024) has windows in some layers only; Ministral 3 (2025) stretches the rotation, and scales queries by
+    Ministral (2024) has windows in some layers only; Ministral 3 (2025) scales the rotary embeddings, and queries by
     position (`RopeParameters.query_growth`). Either is the language model of Mistral Small 3.1 and later.
     """
     return DecoderOptions()

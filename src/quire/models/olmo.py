@@ -25,13 +25,13 @@ def olmo(info: ModelInfo) -> DecoderOptions:
 def olmo2(info: ModelInfo) -> DecoderOptions:
     """OLMo 2 (OLMo team 2024): norms after attention and feed-forward layer instead of before, and on q and k.
 
-    OLMo 3 (2025) has a window in three layers of four, and a stretched rotation in the others.
+    OLMo 3 (2025) has a window in three layers of four, and scaled rotary embeddings in the others.
     """
     return replace(attention_bias(info), names=OUTPUT_NORMS, qk_norm="projection")
 
 
 def exaone4(info: ModelInfo) -> DecoderOptions:
-    """EXAONE 4 (LG AI Research 2025): OLMo 2's layers with norms of heads; layers with a window rotate, others do not.
+    """EXAONE 4 (LG AI Research 2025): OLMo 2's layers with norms of heads; only layers with a window rotate (NoPE).
 
     The small models have no windows, and rotate everywhere.
     """

@@ -1,8 +1,8 @@
-"""`PoolingModel`: a model that computes vectors or scores: the hidden states of a body, and the layers after pooling.
+"""`PoolingModel`: a model that computes embeddings or scores: a body, and the layers after pooling.
 
-The body is an encoder, or a decoder without its output head. What follows the pooled vector is the body's own
-classifier, a decoder's `score` layer, the difference of two rows of its output head, or sentence-transformers' dense
-layers. Pooling itself is in `worker.pooler`, since the tokens of a text may come in several steps.
+The body is an encoder, or a decoder without its output head. The pooled vector goes through the body's classifier, a
+decoder's `score` layer, one or two rows of its output head, or sentence-transformers' dense layers. `worker.pooler`
+pools, since the tokens of a text may be computed in several steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.step import KVCacheSpec
 
 
 class PoolingModel:
-    """A body, and what follows its pooled vectors; `spec` says how hidden states are pooled."""
+    """A body, and the layers after pooling; `spec` says how hidden states are pooled."""
 
     def __init__(self, body: Model, info: ModelInfo, builder: Builder) -> None:
         assert info.pooling is not None
@@ -45,7 +45,7 @@ class PoolingModel:
     def kv_cache_spec(self) -> KVCacheSpec:
         """See `Model.kv_cache_spec`.
 
-        Where attention is not causal, nothing is read after its step, and no block is freed before.
+        Without causal attention, nothing is read after the step, and no block is freed before its end.
         """
         spec = self.body.kv_cache_spec()
         if self.causal:
@@ -84,7 +84,7 @@ class _Dense:
 
 
 class _LogitScore:
-    """One row made of those of the output head: of all logits only these are computed."""
+    """The logit of one token, or the difference of two, as one row made of rows of the output head."""
 
     def __init__(self, info: ModelInfo, builder: Builder, score: LogitScore) -> None:
         self.backend = builder.backend

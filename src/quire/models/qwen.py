@@ -37,11 +37,10 @@ def qwen3_moe(info: ModelInfo) -> DecoderOptions:
     return replace(qwen3(info), moe=_experts(info))
 
 
-def qwen3_next(info: ModelInfo, *, by_group: bool = True) -> DecoderOptions:
+def qwen3_next(info: ModelInfo, *, by_key_head: bool = True) -> DecoderOptions:
     """Qwen3-Next (Qwen team 2025): gated delta nets, and in every fourth layer attention, whose output has a gate.
 
-    Heads are rotated in part. Norms multiply with 1 + weight, but for those of delta nets. `by_group`: the files hold
-    the inputs of delta nets by key head.
+    Heads are rotated in part. Norms multiply by 1 + weight, except those of delta nets. by_key_head: see `DeltaSizes`.
     """
     linear_layers = frozenset(
         layer for layer, kind in enumerate(info.fields.values["layer_types"]) if kind != "full_attention"
@@ -55,7 +54,7 @@ def qwen3_next(info: ModelInfo, *, by_group: bool = True) -> DecoderOptions:
         return GatedDeltaNet(
             builder.under("linear_attn"),
             info.hidden_size,
-            delta_sizes(info, by_group=by_group),
+            delta_sizes(info, by_key_head=by_key_head),
             eps=info.norm_eps,
             activation=activation_kind(info.hidden_act),
         )
@@ -72,15 +71,15 @@ def qwen3_next(info: ModelInfo, *, by_group: bool = True) -> DecoderOptions:
 
 
 def qwen3_5(info: ModelInfo) -> DecoderOptions:
-    """Qwen3.5 (Qwen team 2026): Qwen3-Next with tensors of their own for each input of a delta net.
+    """Qwen3.5 (Qwen team 2026): Qwen3-Next with separate tensors for the inputs of delta nets.
 
-    Of those that take images, positions of text are the same on all three axes.
+    In multimodal models, positions of text are the same on all three axes.
     """
-    return qwen3_next(info, by_group=False)
+    return qwen3_next(info, by_key_head=False)
 
 
 def _experts(info: ModelInfo) -> MoEOptions:
-    """Return the experts of Qwen's families; layers may be dense by number, or all but every n-th."""
+    """Return Qwen's experts; mlp_only_layers are dense, and all layers but every decoder_sparse_step-th."""
     fields, layers = info.fields, range(info.num_hidden_layers)
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(layer not in layers for layer in dense):
@@ -100,7 +99,7 @@ def _shared_expert(info: ModelInfo) -> MoEOptions:
     )
 
 
-def delta_sizes(info: ModelInfo, *, by_group: bool) -> DeltaSizes:
+def delta_sizes(info: ModelInfo, *, by_key_head: bool) -> DeltaSizes:
     """Read the sizes of delta nets from config.json."""
     fields = info.fields
     key_heads = fields.integer("linear_num_key_heads", low=1, high=2**16)
@@ -113,5 +112,5 @@ def delta_sizes(info: ModelInfo, *, by_group: bool) -> DeltaSizes:
         key_dim=fields.integer("linear_key_head_dim", low=1, high=2**16),
         value_dim=fields.integer("linear_value_head_dim", low=1, high=2**16),
         taps=fields.integer("linear_conv_kernel_dim", low=2, high=64),
-        by_group=by_group,
+        by_key_head=by_key_head,
     )

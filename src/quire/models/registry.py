@@ -1,4 +1,4 @@
-"""From an architecture to its model. Modules of families are imported only when needed.
+"""Builds the model of an architecture. Modules of families are imported only when needed.
 
 A new family is a function in a file beside this one, and a row in `checkpoint.families` that names it.
 """
@@ -41,7 +41,7 @@ def build_model(info: ModelInfo, builder: Builder, max_model_len: int) -> Model:
         if FAMILIES[info.architecture].within is not None:
             weights = LanguageModelWeights(builder.weights)
             body_builder = replace(body_builder, weights=weights)
-            # config.json says it of the whole model and of its language model, which may differ.
+            # The config has a value for the whole model and one for its language model, which may differ.
             body_info = replace(info, tie_word_embeddings="lm_head.weight" not in weights)
             options = replace(options, ignored_weights=(*options.ignored_weights, VISION_WEIGHTS))
         body = Decoder(body_info, body_builder, max_model_len, options)

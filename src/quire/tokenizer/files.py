@@ -1,4 +1,4 @@
-"""The files of a tokenizer: which ones a model folder may have, and what is taken from each.
+"""Reads the files of a tokenizer in a model folder.
 
 tokenizer.json holds a whole tokenizer. Older folders have vocab.json and merges.txt instead, from which a byte-level
 BPE is built (GPT-2, OPT), or vocab.txt, a list of word pieces (BERT). tokenizer_config.json and special_tokens_map.json
@@ -36,7 +36,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files of a folder hold; see `Tokenizer` for the fields."""
+    """The contents of a folder's files; see `Tokenizer` for the fields."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
@@ -182,5 +182,5 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
 
 
 def read_chat_template(path: Path) -> str:
-    """Read a template from a file of its own, as `--chat-template` names it."""
+    """Read the template file that `--chat-template` names."""
     return read_text(path, MAX_TEMPLATE_BYTES)

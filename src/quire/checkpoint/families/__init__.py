@@ -1,8 +1,7 @@
-"""What each supported architecture's config.json leaves unsaid: its key names, its defaults, how positions enter.
+"""How to read the config.json of each supported architecture: names of its keys, defaults, positions, windows.
 
-One row per architecture, in the file of its kind, which also names the function in `quire.models` that describes its
-decoder. The defaults are those of the architecture's own configuration class, which apply when a folder's config.json
-omits the key.
+There is one row for each architecture. It also names the function in `quire.models` that returns the architecture's
+`DecoderOptions`. Defaults are those of transformers' configuration class, for keys that a config.json omits.
 """
 
 from __future__ import annotations

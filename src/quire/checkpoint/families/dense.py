@@ -1,4 +1,4 @@
-"""Decoders whose feed-forward layers are dense, and whose layers all attend alike or through a window."""
+"""Decoders with dense feed-forward layers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from quire.checkpoint.files import Fields
 
 
 def _bloom_sizes(fields: Fields) -> dict[str, Any]:
-    """The names that BLOOM's files have besides those that its class reads."""
+    """Map other keys of published BLOOM files to those that transformers' class reads."""
     names = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
     return {key: fields.values[name] for name, key in names.items() if fields.values.get(name) is not None}
 
 
 def _mpt_sizes(fields: Fields) -> dict[str, Any]:
-    """The width of the feed-forward layers is given as a multiple."""
+    """Compute the width of feed-forward layers, which MPT gives as a multiple of d_model."""
     hidden = fields.integer("d_model", low=1, high=2**20)
     return {"intermediate_size": hidden * fields.integer("expansion_ratio", 4, low=1, high=64)}
 
 
 def _falcon_sizes(fields: Fields) -> dict[str, Any]:
-    """Falcon's 40B and later say how many KV heads there are; before, there was one, or as many as heads."""
+    """Return the sizes of Falcon; before num_kv_heads (40B and later) there was one KV head, or as many as heads."""
     hidden = fields.integer("n_embed", None, low=1) or fields.integer("hidden_size", low=1)
     heads = fields.integer("num_attention_heads", low=1)
     kv_heads = 1 if fields.flag("multi_query", True) else heads
@@ -34,12 +34,12 @@ def _falcon_sizes(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma_activation(fields: Fields) -> dict[str, Any]:
-    """The first files say "gelu" and mean its approximation."""
+    """Replace "gelu", by which the first files mean its tanh approximation."""
     return {"hidden_act": "gelu_pytorch_tanh"} if fields.values.get("hidden_act") == "gelu" else {}
 
 
 def _exaone4_types(fields: Fields) -> dict[str, Any]:
-    """The period of full layers is a number, or a word such as "LLLG"; without a window all layers are full."""
+    """Return layer types from sliding_window_pattern, a number or a string such as "LLLG"."""
     period = fields.values.get("sliding_window_pattern", 4)
     period = len(period) if isinstance(period, str) else period
     if fields.values.get("sliding_window") is None or not isinstance(period, int) or period < 1:
@@ -48,7 +48,7 @@ def _exaone4_types(fields: Fields) -> dict[str, Any]:
 
 
 def _hunyuan_base(fields: Fields) -> dict[str, Any]:
-    """What its files call "dynamic" with an "alpha" is a larger base, the same at every length."""
+    """Return the NTK-aware rope_theta that "dynamic" scaling with "alpha" means, the same at every length."""
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = fields.inner(key)
     if rope is None or not rope.values.get("alpha"):

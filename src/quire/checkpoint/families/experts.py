@@ -9,14 +9,14 @@ from quire.checkpoint.files import Fields
 
 
 def _qwen2_layers(fields: Fields) -> dict[str, Any]:
-    """With windows, every other layer below max_window_layers has one, unless layer_types says otherwise."""
+    """Return layer types: with use_sliding_window, every other layer below max_window_layers has a window."""
     if not fields.flag("use_sliding_window"):
         return {"sliding_window": None}  # it may be 0
     return layer_types(fields, lambda layer: layer < fields.integer("max_window_layers") and layer % 2 == 0)
 
 
 def _qwen3_names(fields: Fields) -> dict[str, Any]:
-    """Experts are counted under one of two names; all layers have a window, or none has."""
+    """Read the number of experts under either key, and drop the window without use_sliding_window."""
     found: dict[str, Any] = {}
     if fields.values.get("num_experts") is None:
         found["num_experts"] = fields.integer("num_local_experts", 128)
@@ -26,12 +26,12 @@ def _qwen3_names(fields: Fields) -> dict[str, Any]:
 
 
 def _gpt_oss_layers(fields: Fields) -> dict[str, Any]:
-    """Layers have a window in turn, the first one first."""
+    """Return layer types that alternate, beginning with a window."""
     return layer_types(fields, lambda layer: layer % 2 == 0)
 
 
 def _minimax_rotation(fields: Fields) -> dict[str, Any]:
-    """Published files give the rotated part of a head as a number of its values."""
+    """Convert rotary_dim of published files into a share of the head."""
     part, size = fields.integer("rotary_dim", None, low=2), fields.integer("head_dim", low=2)
     return {} if part is None or "rope_parameters" in fields.values else {"partial_rotary_factor": part / size}
 

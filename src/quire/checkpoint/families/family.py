@@ -1,4 +1,4 @@
-"""What a row of the tables in this folder says: how to read the config.json of one architecture."""
+"""`Family`, a row of the tables in this folder: how to read the config.json of one architecture."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Family:
         options: module of `quire.models`, and its function that returns the `DecoderOptions` of a config.json.
         defaults: values of keys that may be absent. A key that is present but null stays null.
         keys: our field name -> its key, where they differ.
-        rotary: positions enter by rotation; otherwise by a learned table, which bounds the context length, or by a
-            bias on attention (ALiBi), trained up to that length. alibi: config.json's "alibi" takes rotation away.
-        rotary_part: key of the share of each head that is rotated, or "rotary_dim", a number of its values; None
-            where whole heads are.
+        rotary: whether positions are rotary embeddings; otherwise they are a learned table or ALiBi, and
+            max_position_embeddings is the longest context. alibi: whether config.json may choose ALiBi instead.
+        rotary_part: the key that says how much of each head is rotated: a share, or with "rotary_dim" a number of
+            dimensions; None where whole heads are rotated.
         windows: which layers have a sliding window.
         keeps_states: some layers keep a state of fixed size for each sequence in place of keys and values.
-        derive: computes keys from others, where one key does not say it all.
-        within: key of the object that says all of this, in files that describe more than a text model.
-        pools: what the output is where it is no text: "embed" for vectors, "classify" for scores.
-        causal: tokens see those before them only; config.json's "is_causal" may say otherwise.
+        derive: computes further keys from those of the file.
+        within: key of the object that holds the language model's config, in multimodal models.
+        pools: the task of models that generate no text: "embed" or "classify".
+        causal: whether attention is causal, unless config.json has "is_causal".
     """
 
     model_type: str
@@ -87,28 +87,28 @@ def family(model_type: str, options: str, *bases: Mapping[str, Any], **values: A
 
 
 def num_layers(fields: Fields) -> int:
-    """Return the number of layers, for what is derived from it."""
+    """Return the number of layers."""
     return fields.integer("num_hidden_layers", low=1, high=4096)
 
 
 def layer_types(fields: Fields, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
-    """Return `layer_types` where the file has none: which layers attend through a window."""
+    """Return `layer_types` if the file has none: sliding attention in the layers for which `is_sliding` is true."""
     if fields.values.get("layer_types") is not None:
         return {}
     return {"layer_types": [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers(fields))]}
 
 
 def every_nth_full(fields: Fields, period: int) -> dict[str, Any]:
-    """Return `layer_types` where the file has none: every `period`-th layer sees all, the others have a window."""
+    """Return `layer_types` if the file has none: full attention in every `period`-th layer, a window in the others."""
     return layer_types(fields, lambda layer: bool((layer + 1) % period))
 
 
 def two_rotations(
     fields: Fields, full_theta: float, local_theta: float, *, scale_local: bool = False
 ) -> dict[str, Any]:
-    """Return `rope_parameters` by layer type, from those or from `rope_scaling`, filled up with these bases.
+    """Return `rope_parameters` by layer type: those of the file, with these bases where it has none.
 
-    `rope_scaling` is for layers of full attention, unless `scale_local`.
+    `rope_scaling`, which older files have instead, applies to full attention, and to windows if `scale_local`.
     """
     scaling, given = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     parameters: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Decoders that mix attention with layers that keep a state of fixed size."""
+"""Hybrid decoders: attention layers, and layers with a recurrent state (gated delta nets, short convolutions)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 
 def _linear_layers(fields: Fields) -> dict[str, Any]:
-    """Every fourth layer attends where the file lists no types; sizes of experts stand for those of dense layers."""
+    """Return layer types, by default attention in every fourth layer, and a feed-forward size of MoE models."""
     layers = num_layers(fields)
     types = fields.values.get("layer_types")
     if types is None:
@@ -23,14 +23,14 @@ def _linear_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _check_types(fields: Fields, types: Any, layers: int, known: tuple[str, str]) -> None:
-    """Raise `ModelError` unless each layer has a known type, and at least one the first of these, that of attention."""
+    """Raise `ModelError` unless each layer has a known type, and at least one `known[0]`, attention."""
     fields = Fields({**fields.values, "layer_types": types}, fields.path)
     if known[0] not in fields.names("layer_types", layers, known):
         raise fields.error("layer_types", f"at least one {known[0]}")
 
 
 def _lfm2(fields: Fields) -> dict[str, Any]:
-    """Older files name the layers that attend; widths of feed-forward layers are two thirds of what is said."""
+    """Return layer types, which older files give as full_attn_idxs, and LFM2's adjusted feed-forward width."""
     layers = num_layers(fields)
     types = fields.values.get("layer_types")
     if types is None:

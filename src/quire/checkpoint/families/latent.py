@@ -9,12 +9,12 @@ from quire.checkpoint.files import Fields
 
 
 def _rotated_part(fields: Fields) -> dict[str, Any]:
-    """Return the rotated part of each head as `head_dim`, from which the rotary table is made; it has no default."""
+    """Return qk_rope_head_dim as `head_dim`, from which the rotary table is made."""
     return {"head_dim": fields.integer("qk_rope_head_dim", low=2, high=2**16)}
 
 
 def _glm_layers(fields: Fields) -> dict[str, Any]:
-    """Layers with experts are listed; all but the first have them where they are not."""
+    """Return first_k_dense_replace, from mlp_layer_types if the file has them."""
     layers, first = num_layers(fields), 1
     if fields.values.get("mlp_layer_types") is not None:
         types = fields.names("mlp_layer_types", layers, ("dense", "sparse"))

@@ -1,4 +1,4 @@
-"""Decoders that mix full attention with attention through a window, each with rotation of its own."""
+"""Decoders with sliding-window attention in some layers, and rotary parameters by layer type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.checkpoint.files import Fields
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
-    """Older files have a period of layers, and keys of their own for the rotation of layers with a window."""
+    """Return layer types and rotary parameters from the keys of older files (rope_local_base_freq)."""
     full = fields.number("rope_theta", 1e6, above=1.0)
     local = fields.number("rope_local_base_freq", 1e4, above=1.0)
     period = fields.integer("sliding_window_pattern", 6, low=1)
@@ -24,18 +24,18 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _olmo3(fields: Fields) -> dict[str, Any]:
-    """Layers with a window are not stretched."""
+    """Return layer types and rotary parameters; rope_scaling applies to full attention only."""
     theta = fields.number("rope_theta", 500000.0, above=1.0)
     return {**every_nth_full(fields, 4), **two_rotations(fields, theta, theta)}
 
 
 def _ministral(fields: Fields) -> dict[str, Any]:
-    """All layers have the window where the file lists no types."""
+    """Return layer types if the file has none: all layers have the window."""
     return layer_types(fields, lambda layer: fields.values.get("sliding_window") is not None)
 
 
 def _ministral3(fields: Fields) -> dict[str, Any]:
-    """The rotation that its class has where the file has none."""
+    """Return the rotary parameters of transformers' class if the file has none."""
     if fields.values.get("rope_parameters") is not None or fields.values.get("rope_scaling") is not None:
         return {}
     rope = {

@@ -1,4 +1,4 @@
-"""Encoders, and other models whose output is a vector or a score."""
+"""Encoders and other models that compute embeddings or scores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BERT = {
 
 
 def _learned_positions(fields: Fields) -> dict[str, Any]:
-    """Refuse what later variants of BERT have in the place of a table of positions."""
+    """Refuse the relative position embeddings of later BERT variants."""
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.error("position_embedding_type", "absolute")
     return {}
 
 
 def _roberta_positions(fields: Fields) -> dict[str, Any]:
-    """The rows up to the padding token's stand for no position."""
+    """Leave out the rows of the position table up to the padding token's, which stand for no position."""
     rows, first = fields.integer("max_position_embeddings", low=1), fields.integer("pad_token_id") + 1
     if rows <= first:
         raise fields.error("max_position_embeddings", f"more than pad_token_id + 1, {first}")
@@ -36,7 +36,7 @@ def _roberta_positions(fields: Fields) -> dict[str, Any]:
 
 
 def _modernbert_layers(fields: Fields) -> dict[str, Any]:
-    """Types of layers, windows that reach as far to both sides, and rotations by type, from older keys."""
+    """Return layer types, the window to one side, and rotary parameters by layer type, from ModernBERT's keys."""
     every = fields.integer("global_attn_every_n_layers", 3, low=1)
     ropes = fields.values.get("rope_parameters") or {
         FULL: {"rope_type": "default", "rope_theta": fields.number("global_rope_theta", 160000.0)},
@@ -99,8 +99,8 @@ DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _GEMMA3_FAMILY = LOCAL["Gemma3ForCausalLM"]
 
 
-def _gemma3_both_ways(fields: Fields) -> dict[str, Any]:
-    """EmbeddingGemma's tokens see those that follow, too; its window counts both sides."""
+def _embedding_gemma(fields: Fields) -> dict[str, Any]:
+    """Return Gemma 3's keys, with bidirectional attention if the file has it; its window counts both sides."""
     assert _GEMMA3_FAMILY.derive is not None
     found = dict(_GEMMA3_FAMILY.derive(fields))
     if fields.flag("use_bidirectional_attention", False):
@@ -111,7 +111,7 @@ def _gemma3_both_ways(fields: Fields) -> dict[str, Any]:
 
 POOLING: dict[str, Family] = {
     **ENCODERS,
-    "Gemma3TextModel": replace(_GEMMA3_FAMILY, derive=_gemma3_both_ways, pools="embed"),
+    "Gemma3TextModel": replace(_GEMMA3_FAMILY, derive=_embedding_gemma, pools="embed"),
     **{f"{name}Model": replace(DENSE[f"{name}ForCausalLM"], pools="embed") for name in DECODERS},
     **{f"{name}ForSequenceClassification": replace(DENSE[f"{name}ForCausalLM"], pools="classify") for name in DECODERS},
 }

@@ -1,6 +1,6 @@
 """GGUF, ggml's file format: config, tokenizer and weights in one file, the weights often in few bits.
 
-`reader.py` checks a file and finds what is in it; `blocks.py` knows the formats of weights, `tensors.py` are the
-weights; `names.py` and `config.py` say what ggml calls what transformers calls otherwise; `source.py` offers all of a
-file's weights under transformers' names. The tokenizer is made in `quire.tokenizer.gguf`.
+`reader.py` reads and checks the header; `blocks.py` decodes the block formats of weights, `tensors.py` has weights in
+them; `names.py` and `config.py` map ggml's tensor names and metadata to transformers' names and config.json;
+`source.py` opens all weights of a file under transformers' names. `quire.tokenizer.gguf` builds the tokenizer.
 """

@@ -1,4 +1,4 @@
-"""The formats of GGUF's weights: blocks of neighbours of a row, each with scales of its own.
+"""The block formats of GGUF weights: a block has adjacent weights of a row, and their scales.
 
 Sources: the specification's list of types and ggml's description of each block. Every format is integers with a scale
 and for some a minimum for each group of 16 or 32 weights: weight = scale * value - minimum, in float32.
@@ -51,7 +51,7 @@ SUPER = 256  # weights of a block of the K formats
 
 
 class Decoded(NamedTuple):
-    """Blocks taken apart: values uint8 or int8 [n, size], scales and minima float32 [n, size / group].
+    """Decoded blocks: values uint8 or int8 [n, size], scales and minima float32 [n, size / group].
 
     weight = scale * (value - middle) - minimum; without minima where they are None.
     """
@@ -63,13 +63,13 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
+    """A format of blocks, or of unquantized weights.
 
     Attributes:
-        size: weights in a block. bytes: of a block. group: weights that share a scale; 0 for plain numbers.
+        size: weights in a block. bytes: of a block. group: weights that share a scale; 0 for unquantized weights.
         bits: of values in memory, 4 or 8. middle: the value that stands for zero.
-        dtype: of plain numbers, as in `HostTensor`.
-        decode: blocks uint8 [n, bytes] -> their parts.
+        dtype: of unquantized weights, as in `HostTensor`.
+        decode: blocks uint8 [n, bytes] -> values, scales and minima.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""config.json as a GGUF file's metadata would have it: `read_config` makes what `load_model_info` takes.
+"""Converts the metadata of a GGUF file ("llama.block_count", ...) into the config.json that `load_model_info` takes.
 
-Keys are ggml's, "llama.block_count" and so on. What metadata leaves out because ggml has it in its code stands here.
+Values that ggml hard-codes, so that the metadata lacks them, are added here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FACTORS = 2**16
 
 
 def read_config(files: Sequence[GGUFFile]) -> dict[str, Any]:
-    """Return the config of a model, whose files these are; the first has its metadata.
+    """Return the config.json of a model in these files; the first has its metadata.
 
     Raises:
         ModelError: naming file and key, for an architecture or a setting that is not supported.
@@ -90,7 +90,7 @@ class _Reader:
         return self._home[name].entries[name] if name in self._home else None
 
     def _same(self, key: str, default: int | None = None) -> int:
-        """Return a number that may be given for each layer, but must be the same for all."""
+        """Return a number that may be a list by layer, whose entries must be equal."""
         value = self.fields.values.get(key)
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
@@ -116,7 +116,7 @@ class _Reader:
         return entry.shape[0]
 
     def _dtype(self) -> str:
-        """Return the type of most plain matrices; bfloat16 where the weights have fewer bits."""
+        """Return the dtype of most matrices; bfloat16 if they are quantized."""
         entries = (file.entries[name] for name, file in self._home.items())
         kinds = Counter(entry.format for entry in entries if len(entry.shape) > 1)
         return {"F32": "float32", "F16": "float16"}.get(kinds.most_common(1)[0][0], "bfloat16")
@@ -191,7 +191,7 @@ class _Reader:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays of a few numbers as lists."""
+    """Return a short array as a list."""
     return value.tolist() if isinstance(value, np.ndarray) and value.size < 2**16 else value
 
 

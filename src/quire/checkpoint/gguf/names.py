@@ -35,7 +35,7 @@ class NameTable:
 
 
 class Origin(NamedTuple):
-    """Which stored tensor a weight is, which matrix of it (None: all), and how to undo the converter's change."""
+    """The stored tensor of a weight, the expert whose matrix it is (None: all), and the converter's change to undo."""
 
     stored: str
     expert: int | None = None
@@ -161,7 +161,7 @@ def table_of(architecture: str, names: Iterable[str]) -> NameTable | None:
 
 
 def origins(table: NameTable, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Origin]]:
-    """Yield transformers' name of each tensor, and where it comes from; unknown ones keep their names."""
+    """Yield transformers' name and the origin of each tensor; tensors that are not in the table keep their names."""
     for stored, shape in shapes.items():
         if stored in FACTORS:
             continue

@@ -1,7 +1,7 @@
-"""Reading GGUF files (ggml's specification, versions 2 and 3, little-endian): metadata, and where tensors lie.
+"""Reads the headers of GGUF files (ggml's specification, versions 2 and 3, little-endian): metadata and tensor offsets.
 
-A file is untrusted input: every length and count is compared with what is left of the file before anything is made of
-it, so that none of them can ask for more memory than a small multiple of the file's own size.
+Files are untrusted input: every length and count is compared with the bytes that are left before it is used, so that
+no file can make this allocate more than a small multiple of its own size.
 
     "GGUF", version u32, tensor count u64, metadata count u64
     metadata: key, type u32, value        tensors: name, dimensions u32, sizes u64, type u32, offset u64
@@ -63,7 +63,7 @@ class GGUFEntry:
 
 
 class _Cursor:
-    """Takes values from the start of a file on, and never more than there are."""
+    """Reads values of a file in order; raises ModelError at its end."""
 
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path, self._data, self.position = path, data, 0
@@ -86,7 +86,7 @@ class _Cursor:
         return self.take(np.dtype(kind).itemsize).view(kind)[0].item()
 
     def count(self, least: int) -> int:
-        """Return a u64 that says how many items of at least so many bytes follow."""
+        """Read the number of items that follow, u64; each has at least `least` bytes."""
         value = int(self.number("<u8"))
         if value > self.left // least:
             raise self.error(f"{value} entries do not fit in the file (expected at most {self.left // least})")
@@ -227,7 +227,7 @@ def _read_array(cursor: _Cursor) -> np.ndarray | list[str]:
 
 
 def _read_strings(cursor: _Cursor, count: int) -> list[str]:
-    """As `cursor.string`, `count` times, but fast: vocabularies have hundreds of thousands."""
+    """Read `count` strings, faster than `cursor.string`: vocabularies have hundreds of thousands."""
     unpack, position = struct.Struct("<Q").unpack_from, 0
     found: list[memoryview] = []
     data = cursor.take(cursor.left).data
@@ -245,7 +245,7 @@ def _read_strings(cursor: _Cursor, count: int) -> list[str]:
 
 
 def open_shards(path: Path, *, eager: bool = False) -> list[GGUFFile]:
-    """Open all files of a model that may be split into several, in order; `path` is the first.
+    """Open all files of a model in order; `path` is the only one, or the first of several.
 
     Raises:
         ModelError: `path` is not the first, or does not have the name of one.

@@ -46,7 +46,7 @@ def open_gguf(path: Path, *, eager: bool = False) -> Checkpoint:
 
 
 def _stored_tensor(file: GGUFFile, origin: Origin, heads: int, kv_heads: int) -> StoredTensor:
-    """Return a tensor as transformers would have it; plain numbers that are changed are copies."""
+    """Return a tensor as transformers stores it; unquantized tensors that must be changed are copied."""
     entry = file.entries[origin.stored]
     begin, end, shape, form = entry.begin, entry.end, entry.shape, FORMATS[entry.format]
     if origin.expert is not None:
@@ -64,7 +64,7 @@ def _stored_tensor(file: GGUFFile, origin: Origin, heads: int, kv_heads: int) ->
 
 
 def _changed(tensor: Tensor, file: GGUFFile, origin: Origin, heads: int, kv_heads: int) -> Tensor:
-    """Undo what llama.cpp's converter did."""
+    """Undo the change of llama.cpp's converter."""
     rows = tensor.shape[0]
     match origin.change:
         case "unrotate_q" | "unrotate_k":
@@ -90,11 +90,11 @@ def _misfit(file: GGUFFile, origin: Origin, problem: str) -> ModelError:
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """Return what config.json would say of the model in a GGUF file; raises `ModelError`."""
+    """Return the config.json of the model in a GGUF file; raises `ModelError`."""
     return read_config(open_shards(path))
 
 
 def _number(value: Any) -> int:
-    """Return a count that may be given for each layer; 0 for nonsense, which the config has refused before."""
+    """Return a number that may be a list by layer; 0 for invalid ones, which `read_config` refuses."""
     value = value[0].item() if isinstance(value, np.ndarray) and value.size else value
     return value if type(value) is int and value > 0 else 0

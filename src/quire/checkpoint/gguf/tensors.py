@@ -1,4 +1,4 @@
-"""Weights of a GGUF file in one of its quantized formats, sliced without being read."""
+"""Quantized weights of a GGUF file; slicing them reads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.checkpoint.gguf.blocks import Decoded, Format
 from quire.checkpoint.mapped import RESIDENT_BYTES, release
 from quire.checkpoint.tensor import HostTensor, Integers, Layout, QuantizedTensor, Tensor, fits_groups
 
-CHUNK_BYTES = 1 << 22  # of blocks that are taken apart in one go
+CHUNK_BYTES = 1 << 22  # of blocks that are decoded at a time
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GGUFTensor(QuantizedTensor):
         return part if fits_groups(self.layout, start, stop) else HostTensor(part.to_float32(), "float32")
 
     def _decoded(self) -> Decoded:
-        """Return all blocks taken apart, each part [N, ...], those columns of them included that are not asked for."""
+        """Decode the stored blocks, each part [N, ...]; they may have more columns than this."""
         stored = self.stored if self.order is None else self.stored[self.order]
         assert self.form.decode is not None
         parts = self.form.decode(stored.reshape(-1, self.form.bytes))
@@ -74,7 +74,7 @@ class GGUFTensor(QuantizedTensor):
         return Decoded(values, scales, None if parts.minima is None else parts.minima.reshape(rows, -1))
 
     def _chunks(self) -> Iterator[GGUFTensor]:
-        """Yield all rows, few enough at a time that their parts stay in the cache."""
+        """Yield the rows in chunks whose decoded parts fit into the CPU's cache."""
         step = max(1, CHUNK_BYTES // max(1, self.stored.shape[1] * self.form.bytes))
         for start in range(0, self.shape[0], step):
             yield self.rows(start, start + step)
@@ -129,9 +129,9 @@ def layout_of(form: Format) -> Layout:
 
 
 def make_tensor(form: Format, stored: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor of this shape whose bytes are `stored`, plain or not; the last two sizes make matrices.
+    """Return the tensor of this shape whose bytes are `stored`, quantized or not; it is a matrix or a stack of them.
 
-    Plain numbers that lie unaligned in the file are copied.
+    Unquantized values that lie unaligned in the file are copied.
     """
     if form.decode is None:
         kind = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[form.dtype]
@@ -141,7 +141,7 @@ def make_tensor(form: Format, stored: np.ndarray, shape: tuple[int, ...]) -> Ten
 
 
 def reorder(tensor: Tensor, order: np.ndarray) -> Tensor:
-    """Return the rows of a tensor in this order; plain numbers are copied."""
+    """Return the rows of a tensor in this order; unquantized ones are copied."""
     if isinstance(tensor, GGUFTensor):
         return tensor.reordered(order)
     assert isinstance(tensor, HostTensor)

@@ -1,6 +1,6 @@
-"""Checkpoints that are quantized already: what their config says, and their parts put together as ordinary weights.
+"""Pre-quantized checkpoints: their config, and their weights, each combined from several stored tensors.
 
-`parse.py` reads `quantization_config` and refuses what is not supported before any weight is read; one file for each
-kind of method says which tensors make up a weight; `parts.py` presents those weights under the names that models read;
-`tensors.py` are the weights. How backends store and multiply them is up to `kernels`.
+`parse.py` reads `quantization_config` and refuses unsupported settings before any weight is read; one file for each
+family of methods says which tensors make up a weight; `parts.py` replaces these by the weight, under the name that
+models read; `tensors.py` has the classes of weights. `kernels` decides how backends store and multiply them.
 """

@@ -1,7 +1,7 @@
 """AWQ (Lin et al. 2023) and GPTQ (Frantar et al. 2022): integers in groups with scales and zero points.
 
 A weight is `qweight` and `qzeros` int32, `scales` [G, N]: weight[n, k] = (q - zero) * scale. A word holds p = 32/bits
-neighbours.
+adjacent numbers.
 
 AWQ, as AutoAWQ's "gemm" layout stores it: 4 bits, `qweight` [K, N/8], `qzeros` [G, N/8], outputs side by side; nibble i
 of a word belongs to output 0, 2, 4, 6, 1, 3, 5, 7.
@@ -35,7 +35,7 @@ class GroupedIntegers:
     """The settings of an AWQ or a GPTQ checkpoint.
 
     Attributes:
-        group: inputs of a group, -1 for all. zero_shift: what is added to stored zero points.
+        group: inputs of a group, -1 for all. zero_shift: is added to stored zero points.
         order: AWQ's places of outputs in a word; None where words hold inputs.
         dynamic: settings of modules whose names match a pattern; None for those that are not quantized.
     """

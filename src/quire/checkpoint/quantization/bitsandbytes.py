@@ -3,7 +3,7 @@
 8 bits: `NAME.weight` int8 [N, K] and `NAME.SCB` float32 [N], the largest sizes: weight = q * SCB / 127.
 
 4 bits: `NAME.weight` uint8 [N * K / 2, 1], two codes a byte, the first in the high half; blocks of `blocksize` codes of
-the flattened weight share a factor `NAME.weight.absmax`; `NAME.weight.quant_map` is what the codes are worth. The JSON
+the flattened weight share a factor `NAME.weight.absmax`; `NAME.weight.quant_map` has the values of the codes. The JSON
 in `NAME.weight.quant_state.bitsandbytes__nf4` has shape and sizes. With double quantization absmax is uint8: a code of
 `nested_quant_map`, times `nested_absmax` of its block, plus `nested_offset`.
 """

@@ -1,6 +1,6 @@
 """compressed-tensors, the format of llm-compressor: integers or 8-bit floats, by groups, rows, blocks or whole weights.
 
-`pack-quantized`: `weight_packed` int32 [N, ceil(K * bits / 32)], neighbouring inputs from the lowest bits on, with half
+`pack-quantized`: `weight_packed` int32 [N, ceil(K * bits / 32)], adjacent inputs from the lowest bits on, with half
 the range added; `weight_zero_point` packed likewise, but along N. `int-quantized`, `float-quantized` and
 `naive-quantized`: `weight` in int8 or an 8-bit float, `weight_zero_point` int8. `weight_scale` [N, G], [N, 1] or [1];
 `weight_g_idx` [K], the groups of act-order. weight = (q - zero) * scale. Scales of activations are not used. Floats are

@@ -53,7 +53,8 @@ def parse_fp8(fields: Fields) -> FP8:
 def float_recipe(module: str, parts: Parts, block: tuple[int, int] | None, group: int | None = None) -> Recipe | None:
     """Return how an 8-bit float weight is made; None for a weight in another type, or without all of its parts.
 
-    `block` is of scales by block, `group` of those by group of a row; a scale by row or for all needs neither.
+    `block` is the shape of a block that shares a scale, `group` the size of a group in a row; without either there is
+    one scale for each row or one for all.
     """
     weight = f"{module}.weight"
     names = [name for name in (f"{module}.weight_scale_inv", f"{module}.weight_scale") if name in parts]

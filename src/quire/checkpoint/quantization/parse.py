@@ -1,4 +1,4 @@
-"""What `quantization_config` says: the method and its settings, or why they are not supported. Reads no weights."""
+"""Reads `quantization_config`: the method and its settings; refuses those that are not supported. Reads no weights."""
 
 from __future__ import annotations
 

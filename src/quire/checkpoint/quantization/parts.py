@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint, put together from their stored parts.
+"""Combines the stored parts of quantized weights.
 
 `Parts` finds parts by name and checks their shapes and types by headers alone. A format turns them into `Recipe`s, and
 `combine_parts` puts each `NAME.weight` in place of its parts.
@@ -29,7 +29,7 @@ Reader = Callable[[str], HostTensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make one weight: its shape and layout, the names of its parts, and what puts them together."""
+    """How to make one weight: its shape and layout, the names of its parts, and the function that combines them."""
 
     shape: tuple[int, ...]
     layout: Layout | None
@@ -42,14 +42,14 @@ Recipes = Iterator[tuple[str, Recipe | None]]
 
 
 class Parts:
-    """Tensors of a checkpoint by header; notes what is missing, and refuses what has the wrong shape or type."""
+    """Tensors of a checkpoint by header: collects missing ones, raises ModelError for a wrong shape or dtype."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._folder, self._tensors = checkpoint.folder, checkpoint.tensors
         self._missing: dict[str, str] = {}
 
     def ending(self, *endings: str) -> list[str]:
-        """Return what stands before one of these endings in the names of tensors, each once."""
+        """Return the names of tensors with one of these endings, without the ending, each once."""
         found: dict[str, None] = {}
         for name in self._tensors:
             for ending in endings:
@@ -161,7 +161,7 @@ class StoredFormat(Protocol):
 
 
 def combine_parts(checkpoint: Checkpoint, stored: StoredFormat) -> Checkpoint:
-    """Return the checkpoint with each quantized weight in place of its parts; a weight reads them when it is unpacked.
+    """Return the checkpoint with each quantized weight in place of its parts, which are read when the weight is.
 
     Only headers, and small tensors that describe others, are read at first.
 

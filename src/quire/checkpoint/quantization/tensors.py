@@ -1,6 +1,6 @@
 """Quantized weights as tensors: integers with scales, and codes of small floats with scales, sliced without being read.
 
-Both have a function that unpacks some rows and columns of what the file holds, so that this file knows no format.
+Both have a function that unpacks rows and columns of the stored tensors, so that they do not depend on the format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from quire.checkpoint.small_floats import E4M3, E5M2
 from quire.checkpoint.tensor import Codes, HostTensor, Integers, Layout, QuantizedTensor, Tensor, fits_groups
 
-CHUNK_ROWS_BYTES = 1 << 22  # codes looked at in one go
+CHUNK_ROWS_BYTES = 1 << 22  # of codes checked at a time
 
 Unpack = Callable[[slice, slice], np.ndarray]
 """Rows and columns -> uint8 or int8 [n, k]."""
@@ -196,7 +196,7 @@ class StackedTensor(QuantizedTensor):
         return StackedTensor(self.parts[start:stop])
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Return columns of all of them; plain numbers if that splits a group."""
+        """Return columns of all matrices; dequantized if that splits a group."""
         parts = [part.columns(start, stop) for part in self.parts]
         quantized = tuple(part for part in parts if isinstance(part, QuantizedTensor))
         if len(quantized) == len(parts):
