@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.engine.client import EngineClient, SocketClient
 from quire.engine.connection import FrameDecoder, encode_frame
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
 from quire.engine.process import EngineProcess, ProcessClient, create_client
+from quire.engine.thread import ThreadClient
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, QuireError
 from tests.engine.conftest import CONFIG, request
@@ -67,7 +69,9 @@ async def tokens_of(client: EngineClient, request_id: str) -> list[int]:
 @pytest.mark.parametrize("kind", ["process", "inline"])
 def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> None:
     async def scenario() -> None:
-        client = create_client(config_for(folder), kind)
+        # A process without a model, for what is tested is the way to it; whole ones are those of tests/e2e.
+        make = partial(ProcessClient, module=faulty_engine.MODULE) if kind == "process" else ThreadClient
+        client: EngineClient = make(config_for(folder))
         try:
             ready = await client.start()
             assert (ready.num_blocks, ready.vocab_size) == (64, 1000) and ready.incarnation

@@ -111,9 +111,7 @@ def test_vectors(case: str, device: str, folder_of: Any) -> None:
                 np.testing.assert_array_equal(alone, vector)
 
 
-@pytest.mark.parametrize(
-    ("case", "device"), runs(CLASSIFIERS, ("bert", "xlm-roberta", "modernbert-mean", "qwen3"))
-)
+@pytest.mark.parametrize(("case", "device"), runs(CLASSIFIERS, ("bert", "xlm-roberta", "modernbert-mean", "qwen3")))
 def test_logits_of_classes(case: str, device: str, folder_of: Any) -> None:
     architecture, config = CLASSIFIERS[case]
     folder = folder_of(architecture, config)
