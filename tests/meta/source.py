@@ -23,16 +23,26 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def modules() -> dict[str, ast.Module]:
     """Return path within the package -> syntax tree."""
     return {
-        str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8"), str(path))
-        for path in sorted(PACKAGE.rglob("*.py"))
+        name: ast.parse(text_of(name), name)
+        for name in (str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py")))
     }
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module."""
+    return tuple(ast.walk(tree))
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
     """Yield every function, methods and nested ones too."""
-    for node in ast.walk(tree):
-        if isinstance(node, Function):
-            yield node
+    return (node for node in nodes(tree) if isinstance(node, Function))
+
+
+@cache
+def text_of(name: str) -> str:
+    """Return the source of a module, given its path within the package."""
+    return (PACKAGE / name).read_text("utf-8")
 
 
 def public_definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef | Function]]:

@@ -13,36 +13,42 @@ from tests.meta.source import ENVIRONMENT, ROOT
 
 HEAVY = ["torch", "numpy", "numba", "fastapi", "uvicorn", "zmq", "tokenizers", "transformers", "jinja2", "asyncio"]
 HEAVY += ["llguidance"]
-
-
-def imported_after(code: str) -> set[str]:
-    """Return which of `HEAVY` a fresh interpreter has loaded after running `code`."""
-    report = f"{code}\nimport json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", report], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def test_importing_the_package_imports_nothing_heavy():
-    assert imported_after("import quire, quire.cli.main, quire.config, quire.errors, quire.outputs") == set()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "quire.scheduler.scheduler",
-        "quire.kvcache.manager",
-        "quire.engine.core",
-        "quire.engine.messages",
-        "quire.sampling_params",
-    ],
+PACKAGE = ("quire", "quire.cli.main", "quire.config", "quire.errors", "quire.outputs")
+CONTROL_PLANE = (
+    "quire.sampling_params",
+    "quire.kvcache.manager",
+    "quire.scheduler.scheduler",
+    "quire.engine.messages",
+    "quire.engine.core",
 )
-def test_the_control_plane_runs_without_the_data_plane(module):
-    assert not imported_after(f"import {module}") & {"torch", "numba", "fastapi", "tokenizers", "transformers"}
+EDGE = ("quire.frontend.llm", "quire.frontend.async_llm", "quire.server.run")
 
 
-@pytest.mark.parametrize("module", ["quire.frontend.llm", "quire.frontend.async_llm", "quire.server.run"])
-def test_edge_and_front_need_neither_torch_nor_numba(module):
-    assert not imported_after(f"import {module}") & {"torch", "numba", "transformers", "llguidance"}
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """Which of `HEAVY` one interpreter has loaded after it has imported each module, in the order from above."""
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {(*PACKAGE, *CONTROL_PLANE, *EDGE)!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    print(json.dumps([name, [heavy for heavy in {HEAVY!r} if heavy in sys.modules]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return {name: set(heavy) for name, heavy in map(json.loads, done.stdout.splitlines())}
+
+
+def test_importing_the_package_imports_nothing_heavy(imported: dict[str, set[str]]):
+    assert {name: imported[name] for name in PACKAGE if imported[name]} == {}
+
+
+def test_the_control_plane_runs_without_the_data_plane(imported: dict[str, set[str]]):
+    others = {"torch", "numba", "fastapi", "tokenizers", "transformers"}
+    assert {name: imported[name] & others for name in CONTROL_PLANE if imported[name] & others} == {}
+
+
+def test_edge_and_front_need_neither_torch_nor_numba(imported: dict[str, set[str]]):
+    others = {"torch", "numba", "transformers", "llguidance"}
+    assert {name: imported[name] & others for name in EDGE if imported[name] & others} == {}
 
 
 def test_public_names_are_these():

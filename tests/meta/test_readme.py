@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,22 +34,30 @@ def block(marker: str) -> str:
     return found[1]
 
 
-def run(*words: str, text: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, *words], env=ENVIRONMENT, input=text, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a script, given as a file or as text, in this process, and return what it prints."""
+
+    def run_script(script: Path | str, *arguments: str, text: str = "") -> str:
+        path = script if isinstance(script, Path) else tmp_path / "script.py"
+        if isinstance(script, str):
+            path.write_text(script, "utf-8")
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
 
 
-def test_the_offline_code_generates():
-    output = run("-c", block("runs"))
+def test_the_offline_code_generates(run_here):
+    output = run_here(block("runs"))
     assert "The king said ->" in output and "Once upon a time ->" in output
     assert output.strip().splitlines()[-1]
 
 
-def test_the_client_code_streams_an_answer(demo_server):
-    output = run("-c", block("runs with a server").replace(ADDRESS, demo_server.url))
+def test_the_client_code_streams_an_answer(demo_server, run_here):
+    output = run_here(block("runs with a server").replace(ADDRESS, demo_server.url))
     assert len(output.split()) > 3
 
 
@@ -59,13 +70,13 @@ def test_the_curl_command_is_answered(demo_server):
 
 
 @pytest.mark.parametrize("script", ["chat_client.py", "streaming_client.py"])
-def test_the_client_examples_run_against_a_server(demo_server, script):
-    output = run(str(ROOT / "examples" / script), demo_server.url + "/v1", text="Hello!\nWhat is Quire?\n")
+def test_the_client_examples_run_against_a_server(demo_server, run_here, script):
+    output = run_here(ROOT / "examples" / script, demo_server.url + "/v1", text="Hello!\nWhat is Quire?\n")
     assert len(output.splitlines()) >= 4
 
 
-def test_the_offline_example_runs():
-    output = run(str(ROOT / "examples" / "offline.py"))
+def test_the_offline_example_runs(run_here):
+    output = run_here(ROOT / "examples" / "offline.py")
     assert output.count("->") == 3 and output.count("answer") >= 2
 
 
@@ -137,7 +148,8 @@ def test_every_pin_satisfies_the_declared_range():
 
 def test_the_step_benchmark_prints_its_table():
     words = ("--steps", "3", "--warmup", "1", "--running", "1", "2", "--waiting", "0", "5")
-    output = run(str(ROOT / "benchmarks" / "step_overhead.py"), *words)
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_overhead.py"), *words]
+    output = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
     rows = [line for line in output.splitlines() if line.startswith(("| 1 ", "| 2 "))]
     assert len(rows) == 4
     assert "commit" in output
