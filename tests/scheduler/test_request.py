@@ -18,23 +18,24 @@ WAYS = {
     RequestStatus.WAITING: [],
     RequestStatus.RUNNING: [RequestStatus.RUNNING],
     RequestStatus.LOADING: [RequestStatus.LOADING],
+    RequestStatus.DEFERRED: [RequestStatus.DEFERRED],
     RequestStatus.PREEMPTED: [RequestStatus.RUNNING, RequestStatus.PREEMPTED],
     RequestStatus.SWAPPED: [RequestStatus.RUNNING, RequestStatus.SWAPPED],
 }
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product(RequestStatus, RequestStatus))
-def test_transitions_are_those_of_the_table(request_of, before, after):
-    request = request_of("r", 3)
-    for status in WAYS.get(before, [before]):
-        request.transition(status)
-    if after in TRANSITIONS[before]:
-        request.transition(after)
-        assert request.status is after
-    else:
-        with pytest.raises(QuireError, match=f"cannot become {after.name}"):
+def test_transitions_are_those_of_the_table(request_of):
+    for before, after in itertools.product(RequestStatus, RequestStatus):
+        request = request_of("r", 3)
+        for status in WAYS.get(before, [before]):
+            request.transition(status)
+        if after in TRANSITIONS[before]:
             request.transition(after)
-        assert request.status is before
+            assert request.status is after
+        else:
+            with pytest.raises(QuireError, match=f"cannot become {after.name}"):
+                request.transition(after)
+            assert request.status is before
 
 
 def test_the_status_is_written_by_the_request_only(request_of):

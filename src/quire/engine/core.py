@@ -18,7 +18,7 @@ import msgspec
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.advice import size_text
-from quire.engine.deferred import Answer, CompiledGrammar, DeferredRequests, LoadedAdapter
+from quire.engine.deferred import Answer, CompiledGrammar, LoadedAdapter, Prerequisites
 from quire.engine.kv_cache_size import (
     ReservedBytes,
     allocation_failed,
@@ -40,7 +40,7 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, create_scheduler
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import ModelOutput, PendingOutput, SchedulerOutput, SchedulerStats, SequenceOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class EngineCore:
         self.clock = clock
         self._hasher = hasher or BlockHasher(executor.hash_key())
         self._lora = LoadedAdapter(executor)
-        self._deferred = DeferredRequests([self._lora, CompiledGrammar(executor)])
+        self._prerequisites = Prerequisites([self._lora, CompiledGrammar(executor)])
         self.scheduler = self._create_scheduler(stored=True)
         self._pools = info.pooling is not None
         self.sleep_level = 0  # of 0 (awake), 1 and 2
@@ -163,7 +163,7 @@ class EngineCore:
             hasher=self._hasher,
             whole_prompts=self.executor.kv_cache_spec().one_step,
             accepts_drafts=not self.executor.kv_cache_spec().states,
-            reserved_ids=self._deferred.sequence_ids,
+            on_finished=self._prerequisites.release,
         )
 
     def send(self, message: EngineRequest | AbortRequests) -> None:
@@ -188,38 +188,29 @@ class EngineCore:
         if len(message.seeds) != count or (message.resumed is not None and len(message.resumed) != count):
             raise RequestError("each sequence of a request needs a seed, and its progress if resumed", param="seeds")
         request = Request(message)
-        self._deferred.check_ids(request)
-        if self._deferred.must_wait(request):
-            self.scheduler.requests.check_ids(request)
-            self._deferred.add(request)
+        self.scheduler.requests.check_ids(request)
+        if self._prerequisites.prepare(message):
+            self.scheduler.requests.defer(request)
         else:
             self.scheduler.add_request(request)
 
     def abort(self, message: AbortRequests) -> None:
         """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
-        self._deferred.abort(message.request_ids)
         self.scheduler.abort_requests(message.request_ids)
-        self._release()
-        if not (self._deferred or self.scheduler.has_requests()):
+        if not self.scheduler.has_requests():
             self._last_result_time = None  # time until the next request is not that of a step
 
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
-        deferred = len(self._deferred) > 0 or self._lora.is_loading
-        return deferred or len(self._in_flight) > 0 or self.scheduler.has_unfinished()
+        return self._is_busy() or len(self.scheduler.requests.deferred) > 0 or self._lora.is_loading
+
+    def _is_busy(self) -> bool:
+        """Whether a step would compute anything, or send outputs."""
+        return len(self._in_flight) > 0 or self.scheduler.has_unfinished()
 
     def idle(self) -> bool:
         """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
         return self.sleep_level == 0 and self.executor.idle()
-
-    @property
-    def deferred_request_ids(self) -> list[str]:
-        """Ids of the requests whose grammar is being compiled, or whose adapter is being loaded."""
-        return self._deferred.request_ids
-
-    def _release(self) -> None:
-        """Let go of grammars and adapters of requests that have ended."""
-        self._deferred.release(self.scheduler.requests.get_request)
 
     def step(self) -> EngineOutputs:
         """Begin a step, if one may begin, and process the result of the oldest in flight; return outputs and stats.
@@ -228,10 +219,11 @@ class EngineCore:
         """
         if self._failed:
             raise EngineDeadError("a step has failed; the engine cannot go on")
-        refused = self._admit_deferred() if self._deferred else []
+        deferred = self.scheduler.requests.deferred
+        if deferred:
+            self._queue_deferred(deferred)
         if self._lora.is_loading:
-            busy = self._deferred or self._in_flight or self.scheduler.has_unfinished()
-            self._lora.finish_loads(0.0 if busy else DEFERRED_WAIT_SECONDS)
+            self._lora.finish_loads(0.0 if deferred or self._is_busy() else DEFERRED_WAIT_SECONDS)
         try:
             outputs = self._advance()
         except BaseException as error:
@@ -239,8 +231,7 @@ class EngineCore:
             if isinstance(error, Exception):
                 logger.error("a step failed; the last ones were\n%s", "\n".join(self.recorder.last()))
             raise
-        self._release()
-        result = self.snapshot(refused + outputs)
+        result = self.snapshot(outputs)
         for record, gap in self._processed:
             self.recorder.end(record, result.stats, gap)
         self._processed.clear()
@@ -293,29 +284,24 @@ class EngineCore:
         self._processed.append((step.record, gap))
         return outputs
 
-    def _admit_deferred(self) -> list[SequenceOutput]:
-        """Give the scheduler the deferred requests that are ready; return the outputs of those that cannot run."""
-        ready, failed = self._deferred.poll(0.0 if self.scheduler.has_unfinished() else DEFERRED_WAIT_SECONDS)
-        for request in ready:
+    def _queue_deferred(self, deferred: list[Request]) -> None:
+        """Queue the deferred requests that are ready, and end those that cannot run."""
+        found = self._prerequisites.poll(deferred, 0.0 if self._is_busy() else DEFERRED_WAIT_SECONDS)
+        for request in [request for request in deferred if request.request_id in found]:
+            error = found[request.request_id]
+            if error is not None:
+                self.scheduler.requests.refuse(request, error)
+                continue
             if request.engine_request.grammar is not None:
                 self.recorder.note_grammar(request.request_id, self.clock() - request.engine_request.arrival_time)
                 if request.engine_request.beam is not None:
                     # A beam whose grammar allows nothing more must end, also with `ignore_eos`.
                     request.add_stop_ids(self.executor.grammars.end_ids())
             self.scheduler.add_request(request)
-        return failed
-
-    def _stats(self) -> SchedulerStats:
-        stats = self.scheduler.stats()
-        if self._deferred:
-            stats.num_deferred = len(self._deferred)
-            stats.num_waiting += stats.num_deferred
-            stats.waiting_adapters = sorted({*stats.waiting_adapters, *self._deferred.adapter_names})
-        return stats
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
         """Return the current stats, with outputs that no step has made, if any."""
-        return EngineOutputs(outputs=outputs or [], stats=self._stats(), timestamp=self.clock())
+        return EngineOutputs(outputs=outputs or [], stats=self.scheduler.stats(), timestamp=self.clock())
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
         """Run an operation between steps; return its result, JSON-like.
@@ -333,7 +319,7 @@ class EngineCore:
             self.scheduler.check_integrity()
             return {"ok": True}
         if method == "stats":
-            return msgspec.to_builtins(self._stats())
+            return msgspec.to_builtins(self.scheduler.stats())
         if method == "blocks":
             return self._show_blocks(_convert(arguments, ShowBlocks))
         if method == "prefixes":
@@ -371,7 +357,7 @@ class EngineCore:
         """
         if self._lora.is_loading:
             raise RequestError("the engine is loading an adapter; it sleeps once that has ended", code="engine_busy")
-        if self._deferred or self.scheduler.has_requests():
+        if self.scheduler.has_requests():
             raise RequestError("the engine has unfinished requests; it sleeps once they have ended", code="engine_busy")
         while self._in_flight:  # for requests that were aborted
             self._process_oldest()
@@ -413,7 +399,7 @@ class EngineCore:
             )
 
     def _exchange_scheduler(self, *, stored: bool) -> None:
-        before = self._stats()
+        before = self.scheduler.stats()
         self.scheduler = self._create_scheduler(stored=stored)
         self.scheduler.restore_counters(before)
 

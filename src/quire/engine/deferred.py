@@ -1,4 +1,4 @@
-"""`DeferredRequests`: requests that wait for their prerequisites, before the scheduler knows them.
+"""`Prerequisites`: what requests wait for before they are scheduled (`RequestStatus.DEFERRED`).
 
 A prerequisite is prepared beside the steps, by the executor: a LoRA adapter is loaded, a grammar is compiled. One that
 fails ends the requests that need it and nothing else. It stays in use until its requests have ended.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from quire.engine_request import EngineRequest, LoRARequest
-from quire.errors import ErrorData, QuireError, RequestError, echo
+from quire.errors import ErrorData, QuireError, RequestError
 from quire.executor.base import Adapters, Executor
 from quire.scheduler.request import Request
-from quire.step import AdapterResult, SequenceOutput
+from quire.step import AdapterResult
 
 Answer = Callable[[dict[str, Any] | QuireError], None]
 """Takes the result of a call, JSON-like, or its error."""
@@ -149,103 +149,52 @@ def _unknown_token(request: Request, adapter: AdapterResult) -> str | None:
     return None
 
 
-class DeferredRequests:
-    """Requests on their way to the scheduler, and the prerequisites in use by live requests.
+class Prerequisites:
+    """What deferred requests wait for, and what live requests use."""
 
-    Attributes:
-        sequence_ids: of the requests that wait.
-    """
+    def __init__(self, kinds: Iterable[Prerequisite]) -> None:
+        self._kinds = list(kinds)
+        self._missing: dict[str, list[Prerequisite]] = {}  # by request id
 
-    def __init__(self, prerequisites: Iterable[Prerequisite]) -> None:
-        self._prerequisites = list(prerequisites)
-        self._waiting: dict[str, Request] = {}
-        self._missing: dict[str, list[Prerequisite]] = {}  # by id of those that wait
-        self.sequence_ids: set[str] = set()
-        self._users: dict[str, EngineRequest] = {}  # by id: those that wait and those that run
+    def prepare(self, engine_request: EngineRequest) -> bool:
+        """Begin to prepare what a request needs; return whether it needs anything.
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+        Raises `RequestError` if this engine cannot; nothing is prepared then.
+        """
+        prepared: list[Prerequisite] = []
+        try:
+            for kind in self._kinds:
+                if kind.needed_by(engine_request):
+                    kind.prepare(engine_request)
+                    prepared.append(kind)
+        except RequestError:
+            for kind in prepared:
+                kind.release(engine_request)
+            raise
+        if prepared:
+            self._missing[engine_request.request_id] = prepared
+        return bool(prepared)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Ids of the requests that wait."""
-        return list(self._waiting)
-
-    @property
-    def adapter_names(self) -> set[str]:
-        """The LoRA adapters of the requests that wait."""
-        return {
-            request.engine_request.lora.lora_name
-            for request in self._waiting.values()
-            if request.engine_request.lora is not None
-        }
-
-    def check_ids(self, request: Request) -> None:
-        """Raise `RequestError` if one that waits has the id of `request`, or of one of its sequences."""
-        if request.request_id in self._waiting or not self.sequence_ids.isdisjoint(request.engine_request.sequence_ids):
-            raise RequestError(f"request id {echo(request.request_id)} is in use already", param="request_id")
-
-    def must_wait(self, request: Request) -> bool:
-        """Whether a request needs anything that must be prepared."""
-        return any(item.needed_by(request.engine_request) for item in self._prerequisites)
-
-    def add(self, request: Request) -> None:
-        """Prepare what a request needs. Raises `RequestError` if this engine cannot."""
-        engine_request = request.engine_request
-        needed = [item for item in self._prerequisites if item.needed_by(engine_request)]
-        for item in needed:
-            item.prepare(engine_request)
-        self._waiting[engine_request.request_id], self._missing[engine_request.request_id] = request, needed
-        self.sequence_ids.update(engine_request.sequence_ids)
-        self._users[engine_request.request_id] = engine_request
-
-    def abort(self, names: Iterable[str]) -> None:
-        """Drop the requests and sequences with these ids that wait."""
-        for name in names:
-            if name in self._waiting:
-                self._remove(self._waiting[name])
-            elif name in self.sequence_ids:
-                request = next(item for item in self._waiting.values() if name in item.engine_request.sequence_ids)
-                request.aborted_ids.add(name)
-                if request.aborted_ids.issuperset(request.engine_request.sequence_ids):
-                    self._remove(request)
-
-    def poll(self, wait: float) -> tuple[list[Request], list[SequenceOutput]]:
-        """Return the requests that have all they need, and the outputs of those that cannot run.
+    def poll(self, requests: list[Request], wait: float) -> dict[str, ErrorData | None]:
+        """Return the ids of those of the deferred `requests` that are ready, or cannot run, with an error or None.
 
         If there are none it waits for one up to `wait` seconds.
         """
-        failed: list[SequenceOutput] = []
-        last = [item for item in self._prerequisites if any(item in missing for missing in self._missing.values())][-1]
-        for item in self._prerequisites:
-            requests = [self._waiting[name] for name, missing in self._missing.items() if item in missing]
-            if not requests:
-                continue
-            any_ready = bool(failed) or not all(self._missing.values())
-            found = item.poll(requests, wait if item is last and not any_ready else 0.0)
-            for request_id, error in found.items():
-                self._missing[request_id].remove(item)
-                if error is not None:
-                    request = self._waiting[request_id]
-                    self._remove(request)
-                    failed += [
-                        SequenceOutput(sequence_id, [], finish_reason="error", error=error)
-                        for sequence_id in request.engine_request.sequence_ids
-                        if sequence_id not in request.aborted_ids
-                    ]
-        ready = [self._waiting[name] for name, missing in self._missing.items() if not missing]
-        for request in ready:
-            self._remove(request)
-        return ready, failed
+        found: dict[str, ErrorData | None] = {}
+        missing = [kind for kind in self._kinds if any(kind in kinds for kinds in self._missing.values())]
+        for kind in missing:
+            waiting = [request for request in requests if kind in self._missing.get(request.request_id, ())]
+            ready = kind.poll(waiting, wait if kind is missing[-1] and not found else 0.0)
+            for request_id, error in ready.items():
+                self._missing[request_id].remove(kind)
+                if error is not None or not self._missing[request_id]:
+                    found[request_id] = error
+                    del self._missing[request_id]
+        return found
 
-    def release(self, get_request: Callable[[str], Request | None]) -> None:
-        """End the use of prerequisites by requests that neither wait nor are live in the scheduler."""
-        for request_id in [name for name in self._users if not (name in self._waiting or get_request(name))]:
-            engine_request = self._users.pop(request_id)
-            for item in self._prerequisites:
-                if item.needed_by(engine_request):
-                    item.release(engine_request)
-
-    def _remove(self, request: Request) -> None:
-        del self._waiting[request.request_id], self._missing[request.request_id]
-        self.sequence_ids.difference_update(request.engine_request.sequence_ids)
+    def release(self, engine_request: EngineRequest) -> None:
+        """End the use of prerequisites by a request that has ended."""
+        self._missing.pop(engine_request.request_id, None)
+        for kind in self._kinds:
+            if kind.needed_by(engine_request):
+                kind.release(engine_request)

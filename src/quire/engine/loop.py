@@ -193,7 +193,7 @@ def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[Sche
             return
         # All of them: any may be the one that fails.
         scheduled = list(dict.fromkeys(name for plan in plans for name in plan.num_scheduled_tokens))
-        deferred = core.deferred_request_ids
+        deferred = [request.request_id for request in core.scheduler.requests.deferred]
         observer.begin_plans(
             scheduled + deferred,
             lambda: [*core.scheduler.requests.request_ids(scheduled), *deferred],

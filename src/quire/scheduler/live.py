@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 
+from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, QuireError, RequestError, echo
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.policy import Policy
@@ -20,20 +21,23 @@ class LiveRequests:
     """Every live request, by id and in the one queue that its status names.
 
     Attributes:
-        waiting: new, preempted and swapped requests. running: sorted like those. loading: in any order.
+        waiting: new, preempted and swapped requests. running: sorted like those. loading, deferred: in any order.
         num_reserved_slots: how many sequences the running requests may have side by side.
         num_added: how many requests were ever added.
         outputs: of requests that did not end by the model's output; they are sent with the next ones.
         finished_ids, forks: ids of sequences that ended, and new forks, for the next plan.
+        on_finished: called with each request that was added or deferred, and has ended.
     """
 
     def __init__(self, kv: KVCacheManager, policy: Policy, clock: Callable[[], float]) -> None:
         self._kv, self._policy, self._clock = kv, policy, clock
+        self.on_finished: Callable[[EngineRequest], None] | None = None
         self._requests: dict[str, Request] = {}
         self._sequences: dict[str, Sequence] = {}
         self.waiting = RequestQueue()
         self.running: list[Request] = []
         self.loading: list[Request] = []
+        self.deferred: list[Request] = []
         self.num_reserved_slots = 0
         self.num_added = 0
         self.outputs: list[SequenceOutput] = []
@@ -74,18 +78,34 @@ class LiveRequests:
     # ---- from one state to another ----
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
+        """Queue a new request, or a deferred one."""
+        if request.status is RequestStatus.DEFERRED:
+            self.deferred.remove(request)
+            request.transition(RequestStatus.WAITING)
+        else:
+            self._register(request)
         request.order_key = self._policy.key(request, self.num_added)
         self.num_added += 1
+        self.waiting.push(request)
+
+    def defer(self, request: Request) -> None:
+        """Keep a new request until `add` is called for it."""
+        self._register(request)
+        request.transition(RequestStatus.DEFERRED)
+        self.deferred.append(request)
+
+    def _register(self, request: Request) -> None:
         self._requests[request.request_id] = request
         for sequence_id in request.engine_request.sequence_ids:  # those to come answer to their ids already
             self._sequences[sequence_id] = request.sequences[0]
         if request.is_forked:  # it had begun in another engine
             self._sequences.update((sequence.sequence_id, sequence) for sequence in request.sequences)
-        self.waiting.push(request)
 
     def refuse(self, request: Request, error: ErrorData) -> None:
-        """Answer a request that was not added with an error."""
+        """End a request that was not added, or was deferred, with an error."""
+        if request.status is RequestStatus.DEFERRED:
+            self.finish(request, RequestStatus.FINISHED_IGNORED, error)
+            return
         request.transition(RequestStatus.FINISHED_IGNORED)
         self._output_errors(request.engine_request.sequence_ids, error)
 
@@ -161,7 +181,10 @@ class LiveRequests:
         request.is_forked = True
         request.transition(status)
         del self._requests[request.request_id]
-        self._policy.ended(request)
+        if request.order_key:
+            self._policy.ended(request)
+        if self.on_finished is not None:
+            self.on_finished(request.engine_request)
 
     def finish_sequence(self, sequence: Sequence, *, corrupt: bool = False) -> None:
         """End one sequence, and its request with the last one."""
@@ -189,6 +212,8 @@ class LiveRequests:
             self.num_reserved_slots -= request.num_sequences
         elif request.status is RequestStatus.LOADING:
             self.loading.remove(request)
+        elif request.status is RequestStatus.DEFERRED:
+            self.deferred.remove(request)
         else:
             self.waiting.remove(request)
 
@@ -209,9 +234,9 @@ class LiveRequests:
         running, waiting = self.running, list(self.waiting)
         if sorted(running, key=BY_ORDER) != running or sorted(waiting, key=BY_ORDER) != waiting:
             raise QuireError("running or waiting requests are out of order")
-        everyone = list(self)
+        everyone = [*self, *self.deferred]
         if {id(r) for r in everyone} != {id(r) for r in self._requests.values()} or len(everyone) != len(self):
-            raise QuireError("live requests are not the running, waiting and loading ones")
+            raise QuireError("live requests are not the running, waiting, loading and deferred ones")
         total = sum(request.num_sequences for request in running)
         if total != self.num_reserved_slots or total > max_num_seqs:
             raise QuireError(f"{self.num_reserved_slots} running sequences counted, {total} found")
@@ -221,5 +246,5 @@ class LiveRequests:
         for request in waiting:
             if request.status is not RequestStatus.SWAPPED and any(s.num_computed_tokens for s in request.sequences):
                 raise QuireError(f"{request!r} waits with tokens computed")
-        if any(s.on_worker for request in (*waiting, *self.loading) for s in request.sequences):
+        if any(s.on_worker for request in (*waiting, *self.loading, *self.deferred) for s in request.sequences):
             raise QuireError("the worker has sequences that do not run")

@@ -22,8 +22,9 @@ from quire.step import TokenTopLogprobs
 class RequestStatus(IntEnum):
     """State of a request, and how a request or sequence finished.
 
-    Waiting and preempted requests hold no blocks; those of a swapped one are in the host's pool; for a loading one,
-    blocks are read from disk. The worker has the sequences of running requests only.
+    A deferred request waits for its grammar or LoRA adapter. Waiting and preempted requests hold no blocks; those of a
+    swapped one are in the host's pool; for a loading one, blocks are read from disk. The worker has the sequences of
+    running requests only.
     """
 
     WAITING = 0
@@ -31,12 +32,13 @@ class RequestStatus(IntEnum):
     PREEMPTED = 2
     SWAPPED = 3
     LOADING = 4
-    FINISHED_STOPPED = 5
-    FINISHED_LENGTH = 6
-    FINISHED_ABORTED = 7
-    FINISHED_ERROR = 8
-    FINISHED_IGNORED = 9
-    FINISHED_REPETITION = 10
+    DEFERRED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH = 7
+    FINISHED_ABORTED = 8
+    FINISHED_ERROR = 9
+    FINISHED_IGNORED = 10
+    FINISHED_REPETITION = 11
 
     @property
     def finished(self) -> bool:
@@ -61,7 +63,8 @@ _FINISH_REASONS = {
 _FINISHED = frozenset(_FINISH_REASONS)
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: _FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
+    RequestStatus.WAITING: _FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING, RequestStatus.DEFERRED},
+    RequestStatus.DEFERRED: _FINISHED | {RequestStatus.WAITING},
     RequestStatus.LOADING: _FINISHED | {RequestStatus.WAITING},
     RequestStatus.RUNNING: _FINISHED | {RequestStatus.PREEMPTED, RequestStatus.SWAPPED},
     RequestStatus.PREEMPTED: _FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
@@ -179,7 +182,7 @@ class Request:
         sequences: those that have not ended; the one that computes the prompt comes first.
         forked: whether the sequences after the first exist yet.
         aborted_ids: of sequences that were aborted before that.
-        order_key: its place in the scheduling order, smaller is earlier; set by the scheduler.
+        order_key: its place in the scheduling order, smaller is earlier; set when it is queued.
         max_total_tokens: most tokens of a sequence, prompt included; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it at the first look-up; None before.

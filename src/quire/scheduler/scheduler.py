@@ -7,11 +7,12 @@ forks of beams and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
+from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, QuireError
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.admission import Admission, PlanBuilder
@@ -58,14 +59,11 @@ class Scheduler:
 
     Args:
         accepts_drafts: whether `propose` takes any.
-        reserved_ids: of sequences that may be added later; no beam gets one of them.
     """
 
-    def __init__(
-        self, planner: Planner, *, accepts_drafts: bool = True, reserved_ids: Collection[str] = frozenset()
-    ) -> None:
+    def __init__(self, planner: Planner, *, accepts_drafts: bool = True) -> None:
         self.planner, self.admission = planner, planner.admission
-        self._accepts_drafts, self._reserved_ids = accepts_drafts, reserved_ids
+        self._accepts_drafts = accepts_drafts
         self.kv, self.requests = self.admission.kv, self.admission.requests
         self._in_flight = InFlight()
         self._stats = self.admission.stats
@@ -78,9 +76,10 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue `request`. One that can never fit is answered with an "error" by the next `update_from_output`.
 
-        Raises `RequestError` if a live request, or sequence, has the same id.
+        Raises `RequestError` if a live request, or sequence, has the same id; one that was deferred has its own.
         """
-        self.requests.check_ids(request)
+        if request.status is not RequestStatus.DEFERRED:
+            self.requests.check_ids(request)
         problem = self.planner.refusal(request)
         if problem is not None:
             self.requests.refuse(request, ErrorData("RequestError", problem, code="request_refused"))
@@ -121,8 +120,18 @@ class Scheduler:
         return bool(len(self.requests) or self.requests.outputs)
 
     def has_unfinished(self) -> bool:
-        """Whether there is work: outputs to come, sequences to remove from the worker, or transfers."""
-        return bool(self.has_requests() or self.requests.finished_ids or self.kv.loads or self.kv.transfers)
+        """Whether there is work: outputs to come, sequences to remove from the worker, or transfers.
+
+        Deferred requests are none until they are added.
+        """
+        requests = self.requests
+        return bool(
+            len(requests) > len(requests.deferred)
+            or requests.outputs
+            or requests.finished_ids
+            or self.kv.loads
+            or self.kv.transfers
+        )
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; return the number of blocks dropped. Running sequences are not disturbed."""
@@ -411,7 +420,7 @@ class Scheduler:
         while True:
             request.num_forks += 1
             sequence_id = f"{request.request_id}#{request.num_forks}"
-            if self.requests.get_sequence(sequence_id) is None and sequence_id not in self._reserved_ids:
+            if self.requests.get_sequence(sequence_id) is None:
                 return sequence_id
 
     # ---- observation ----
@@ -420,7 +429,8 @@ class Scheduler:
         """Return a snapshot; O(running)."""
         stats, requests = self._stats, self.requests
         stats.num_running = sum([len(request.sequences) for request in requests.running])
-        stats.num_waiting = len(requests.waiting) + len(requests.loading)
+        stats.num_deferred = len(requests.deferred)
+        stats.num_waiting = len(requests.waiting) + len(requests.loading) + stats.num_deferred
         stats.num_swapped = requests.waiting.num_swapped
         stats.num_free_blocks = self.kv.pool.num_free
         stats.num_free_layerwise_blocks = self.kv.pool.num_free_layerwise
@@ -428,7 +438,7 @@ class Scheduler:
         stats.num_disk_blocks = len(self.kv.disk)
         if self.admission.max_loras:
             stats.running_adapters = _adapters(requests.running)
-            stats.waiting_adapters = _adapters([*requests.waiting, *requests.loading])
+            stats.waiting_adapters = _adapters([*requests.waiting, *requests.loading, *requests.deferred])
         return copy(stats)
 
     def restore_counters(self, before: SchedulerStats) -> None:
@@ -481,7 +491,7 @@ def create_scheduler(
     clock: Callable[[], float],
     whole_prompts: bool = False,
     accepts_drafts: bool = True,
-    reserved_ids: Collection[str] = frozenset(),
+    on_finished: Callable[[EngineRequest], None] | None = None,
     **tier_options: Any,
 ) -> Scheduler:
     """Return the scheduler that a config describes over a new block manager; `groups` are `KVCacheSpec.groups`.
@@ -519,4 +529,6 @@ def create_scheduler(
         planner = UnifiedPlanner(
             admission, max_overtake_seconds=options.max_overtake_seconds, whole_prompts=whole_prompts
         )
-    return Scheduler(planner, accepts_drafts=accepts_drafts, reserved_ids=reserved_ids)
+    scheduler = Scheduler(planner, accepts_drafts=accepts_drafts)
+    scheduler.requests.on_finished = on_finished
+    return scheduler
