@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.rope import RopeParameters, parse_rope
 from quire.kernels.create import create_backend
 from quire.layers.rotary import RotaryEmbedding, attention_scaling, cos_sin_table, inverse_frequencies
@@ -67,7 +67,7 @@ CASES = {
 
 
 def parse(rope: dict[str, Any], max_positions: int) -> RopeParameters:
-    fields = Fields({"rope_parameters": rope}, None)  # type: ignore[arg-type]
+    fields = ConfigFields({"rope_parameters": rope}, None)  # type: ignore[arg-type]
     return parse_rope(fields, head_dim=128, max_position_embeddings=max_positions)
 
 

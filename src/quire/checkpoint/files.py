@@ -107,7 +107,7 @@ _REQUIRED: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class ConfigFields:
     """The keys of one JSON object of a model folder.
 
     A key that is absent or null gives the default; without a default it is an error. `within` names the enclosing
@@ -143,7 +143,7 @@ class Fields:
         value = self.values.get(key)
         if not isinstance(value, list) or len(value) != length:
             raise self.error(key, f"a list of {length} numbers")
-        items = Fields({str(index): item for index, item in enumerate(value)}, self.path, self._name(key))
+        items = ConfigFields({str(index): item for index, item in enumerate(value)}, self.path, self._name(key))
         return tuple(items.number(str(index)) for index in range(length))
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
@@ -178,14 +178,14 @@ class Fields:
             raise self.error(key, f"names among {', '.join(known)}")
         return value
 
-    def inner(self, key: str) -> Fields | None:
+    def inner(self, key: str) -> ConfigFields | None:
         """The JSON object under `key`, or None if absent or null."""
         value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.error(key, "an object")
-        return Fields(value, self.path, self._name(key))
+        return ConfigFields(value, self.path, self._name(key))
 
     def _value(self, key: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         value = self.values.get(key)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.families import EARLIER_NAMES, FAMILIES, Family, Windows
-from quire.checkpoint.files import Fields, read_json_object
+from quire.checkpoint.files import ConfigFields, read_json_object
 from quire.checkpoint.gguf.source import gguf_config, is_gguf
 from quire.checkpoint.pooling_spec import PoolingSpec
 from quire.checkpoint.quantization.parse import StoredFormat, parse_quantization
@@ -97,9 +97,9 @@ class ModelInfo:
         return None if is_gguf(self.path) else parse_quantization(self.raw, self.path / CONFIG_FILE)
 
     @property
-    def fields(self) -> Fields:
+    def fields(self) -> ConfigFields:
         """Typed access to config.json, for keys that only some architectures have."""
-        return Fields(self.raw, self.path if is_gguf(self.path) else self.path / CONFIG_FILE)
+        return ConfigFields(self.raw, self.path if is_gguf(self.path) else self.path / CONFIG_FILE)
 
 
 def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelInfo:
@@ -123,9 +123,9 @@ def load_model_info(folder: Path, overrides: Mapping[str, Any] | None = None, mo
     _refuse_unsupported(config, path)
     if family.within is not None:
         config = _language_model(config, family.within, path)
-    fields = Fields({**family.defaults, **config}, path)
+    fields = ConfigFields({**family.defaults, **config}, path)
     if family.derive is not None:
-        fields = Fields({**fields.values, **family.derive(fields)}, path)
+        fields = ConfigFields({**fields.values, **family.derive(fields)}, path)
     generation = _generation_fields(folder)
 
     sizes = _sizes(fields, family)
@@ -174,7 +174,7 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
     """Return what transformers' own configuration says."""
-    fields, generation = Fields(config, folder / CONFIG_FILE), _generation_fields(folder)
+    fields, generation = ConfigFields(config, folder / CONFIG_FILE), _generation_fields(folder)
     sizes = transformers_sizes(folder, config)
     logger.warning(
         "%s: model_type %s runs on transformers' code, slower than a model of ours", folder, sizes["model_type"]
@@ -192,7 +192,7 @@ def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
     )
 
 
-def _tokens_and_dtype(fields: Fields, generation: Fields, vocab_size: int) -> dict[str, Any]:
+def _tokens_and_dtype(fields: ConfigFields, generation: ConfigFields, vocab_size: int) -> dict[str, Any]:
     """Return the fields of `ModelInfo` that config.json has for every architecture."""
     return {
         "dtype": _dtype(fields),
@@ -218,7 +218,7 @@ def merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _language_model(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     """Merge the object of the language model over the config of the whole model."""
-    text = Fields(config, path).inner(key)
+    text = ConfigFields(config, path).inner(key)
     logger.warning("%s: images are not supported yet; only its language model is loaded", path)
     of_all = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id")
     return {**config, **(text.values if text else {}), **{name: config[name] for name in of_all if name in config}}
@@ -235,7 +235,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> tuple[str, Family]:
         known = ", ".join(family.model_type for family in FAMILIES.values())
         raise ModelError(f"{path}: model_type {echo(model_type)} is not supported (supported: {known})")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise Fields(config, path).error("architectures", "a list of names")
+        raise ConfigFields(config, path).error("architectures", "a list of names")
     for published in names:
         name = str(EARLIER_NAMES.get(published, published))
         if name in FAMILIES:
@@ -255,7 +255,7 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
         logger.warning("%s: auto_map names code in the model folder; it is ignored and never run", path)
 
 
-def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
+def _sizes(fields: ConfigFields, family: Family) -> dict[str, Any]:
     """Read the layer sizes and check that they are consistent."""
     heads_key, hidden_key = family.key("num_attention_heads"), family.key("hidden_size")
     layers = fields.integer(family.key("num_hidden_layers"), low=1, high=MAX_LAYERS)
@@ -282,7 +282,7 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     }
 
 
-def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's sliding window."""
     if family.windows is Windows.NEVER:
         return (None,) * num_layers
@@ -304,7 +304,7 @@ def _layer_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int
 
 
 def _layer_ropes(
-    fields: Fields, family: Family, head_dim: int, max_positions: int, windows: tuple[int | None, ...]
+    fields: ConfigFields, family: Family, head_dim: int, max_positions: int, windows: tuple[int | None, ...]
 ) -> tuple[RopeParameters, ...]:
     """Return each layer's rotary parameters, none at all where nothing is rotated.
 
@@ -329,7 +329,7 @@ def _layer_ropes(
     return tuple(read[layer_type] for layer_type in types)
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     """Return the type of the weights; float32 where the file does not say."""
     key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
     dtype = fields.text(key, "float32").removeprefix("torch.")
@@ -338,13 +338,13 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _generation_fields(folder: Path) -> Fields:
+def _generation_fields(folder: Path) -> ConfigFields:
     """generation_config.json, which a folder need not have."""
     path = folder / GENERATION_FILE
-    return Fields(read_json_object(path, optional=True), path)
+    return ConfigFields(read_json_object(path, optional=True), path)
 
 
-def _single_id(key: str, generation: Fields, config: Fields, vocab_size: int) -> int | None:
+def _single_id(key: str, generation: ConfigFields, config: ConfigFields, vocab_size: int) -> int | None:
     """A token id, from generation_config.json if it has one; -1 and other ids outside the vocabulary mean none."""
     for fields in (generation, config):
         ids = _ids(fields, key, vocab_size)
@@ -353,13 +353,13 @@ def _single_id(key: str, generation: Fields, config: Fields, vocab_size: int) ->
     return None
 
 
-def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(generation: ConfigFields, config: ConfigFields, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids of both files; generation_config.json's come first."""
     ids = _ids(generation, "eos_token_id", vocab_size) + _ids(config, "eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))
 
 
-def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
+def _ids(fields: ConfigFields, key: str, vocab_size: int) -> list[int]:
     """Read an id or a list of ids, leaving out those outside of the vocabulary."""
     value = fields.values.get(key)
     if value is None:
@@ -373,7 +373,7 @@ def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
     return [token for token in ids if 0 <= token < vocab_size]
 
 
-def _sampling_defaults(generation: Fields) -> dict[str, int | float]:
+def _sampling_defaults(generation: ConfigFields) -> dict[str, int | float]:
     """Sampling values that generation_config.json sets, under the names SamplingParams uses."""
     found: dict[str, int | float] = {}
     for key, name in names_in("hf").items():

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.files import Fields, read_json_list, read_json_object
+from quire.checkpoint.files import ConfigFields, read_json_list, read_json_object
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
 from quire.errors import ConfigError, ModelError, echo
@@ -105,7 +105,7 @@ def _classifier(info: ModelInfo, modules: PoolingSpec | None) -> PoolingSpec:
     return PoolingSpec(task="classify", kinds=(kind,), labels=labels, activation=activation, logit_score=score)
 
 
-def _labels(fields: Fields) -> tuple[str, ...]:
+def _labels(fields: ConfigFields) -> tuple[str, ...]:
     """Return the names of the classes; as many as transformers would make."""
     names = fields.inner("id2label")
     if names is not None and names.values:
@@ -117,20 +117,20 @@ def _labels(fields: Fields) -> tuple[str, ...]:
     return tuple(f"LABEL_{index}" for index in range(count))
 
 
-def _score_activation(fields: Fields, num_labels: int) -> str:
+def _score_activation(fields: ConfigFields, num_labels: int) -> str:
     """Return the function from logits to scores: that of sentence-transformers, of problem_type, or by default."""
     inner = fields.inner("sentence_transformers")
     name = inner.text("activation_fn", None) if inner is not None else None
     name = name or fields.text("sbert_ce_default_activation_function", None)
     if name is not None:
-        return _activation(name, Fields({"activation_fn": name}, fields.path), "activation_fn")
+        return _activation(name, ConfigFields({"activation_fn": name}, fields.path), "activation_fn")
     problem = fields.text("problem_type", None)
     if problem in PROBLEM_ACTIVATIONS:
         return PROBLEM_ACTIVATIONS[str(problem)]
     return "sigmoid" if num_labels == 1 else "softmax"
 
 
-def _activation(name: Any, fields: Fields, key: str) -> str:
+def _activation(name: Any, fields: ConfigFields, key: str) -> str:
     """Return our name of a class of torch.nn."""
     short = str(name or "Identity").rpartition(".")[2].lower()
     if short not in ACTIVATIONS:
@@ -167,7 +167,7 @@ def _read_modules(info: ModelInfo) -> PoolingSpec | None:
         where = info.path / folder / "config.json"
         if not os.path.lexists(where):
             raise ModelError(f"{where}: is missing (expected by {MODULES_FILE})")
-        fields = Fields(read_json_object(where), where)
+        fields = ConfigFields(read_json_object(where), where)
         if kind == "Pooling":
             found = replace(found, kinds=_pooling_kinds(fields, info))
         elif kind == "Dense":
@@ -179,7 +179,7 @@ def _read_modules(info: ModelInfo) -> PoolingSpec | None:
     return found
 
 
-def _pooling_kinds(fields: Fields, info: ModelInfo) -> tuple[str, ...]:
+def _pooling_kinds(fields: ConfigFields, info: ModelInfo) -> tuple[str, ...]:
     size_key = "embedding_dimension" if "embedding_dimension" in fields.values else "word_embedding_dimension"
     if fields.integer(size_key, info.hidden_size) != info.hidden_size:
         raise fields.error(size_key, f"the model's hidden_size, {info.hidden_size}")
@@ -192,7 +192,7 @@ def _pooling_kinds(fields: Fields, info: ModelInfo) -> tuple[str, ...]:
     return tuple(kind for kind, key in POOLING_KEYS.items() if fields.flag(key, False)) or ("mean",)
 
 
-def _dense(fields: Fields, folder: str) -> PoolingDense:
+def _dense(fields: ConfigFields, folder: str) -> PoolingDense:
     if fields.flag("use_residual", False):
         raise fields.error("use_residual", "false")
     for key in ("module_input_name", "module_output_name"):
@@ -212,7 +212,7 @@ def _dense(fields: Fields, folder: str) -> PoolingDense:
 def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str | None]:
     """Return the prompts by name, and the name of the default one."""
     path = folder / PROMPTS_FILE
-    fields = Fields(read_json_object(path, optional=True), path)
+    fields = ConfigFields(read_json_object(path, optional=True), path)
     inner = fields.inner("prompts")
     prompts = {} if inner is None else {name: inner.text(name, "") for name in inner.values}
     default = fields.text("default_prompt_name", None)
@@ -225,7 +225,7 @@ def _longest_text(info: ModelInfo) -> int | None:
     for name in TRANSFORMER_FILES:
         path = info.path / name
         if os.path.lexists(path):
-            fields = Fields(read_json_object(path), path)
+            fields = ConfigFields(read_json_object(path), path)
             if fields.flag("do_lower_case", False):
                 raise fields.error("do_lower_case", "false: the tokenizer does what is to be done")
             return fields.integer("max_seq_length", None, low=1)

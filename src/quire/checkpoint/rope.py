@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.errors import ModelError, echo
 
 DEFAULT_THETA = 10000.0
@@ -74,7 +74,7 @@ class RopeParameters:
 
 
 def parse_rope(
-    config: Fields,
+    config: ConfigFields,
     *,
     head_dim: int,
     max_position_embeddings: int,
@@ -124,29 +124,29 @@ def parse_rope(
     return parsed
 
 
-def _rope_object(config: Fields, layer_type: str | None) -> Fields:
+def _rope_object(config: ConfigFields, layer_type: str | None) -> ConfigFields:
     """Return the object that holds the parameters of such layers; empty when the config has none."""
     scaling, parameters = config.inner("rope_scaling"), config.inner("rope_parameters")
     rope = scaling if scaling and scaling.values else parameters
     if rope is None:
-        return Fields({}, config.path, "rope_parameters")
+        return ConfigFields({}, config.path, "rope_parameters")
     per_layer_type = [value for value in rope.values.values() if isinstance(value, dict)]
     if per_layer_type and layer_type is not None:
-        rope = rope.inner(layer_type) or Fields({}, config.path, f"{rope.within}.{layer_type}")
+        rope = rope.inner(layer_type) or ConfigFields({}, config.path, f"{rope.within}.{layer_type}")
     elif per_layer_type:
         if any(value != per_layer_type[0] for value in rope.values.values()):
             raise ModelError(
                 f"{config.path}: {rope.within} differs by layer type (expected the same parameters for every layer)"
             )
-        rope = Fields(per_layer_type[0], config.path, rope.within)
+        rope = ConfigFields(per_layer_type[0], config.path, rope.within)
     if rope is scaling and parameters is not None:
         shared = {key: parameters.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
         own = {key: value for key, value in rope.values.items() if value is not None}
-        rope = Fields({**shared, **own}, config.path, rope.within)
+        rope = ConfigFields({**shared, **own}, config.path, rope.within)
     return rope
 
 
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int, part_key: str | None) -> int:
+def _rotary_dim(config: ConfigFields, rope: ConfigFields, head_dim: int, part_key: str | None) -> int:
     """Return how many dimensions of each head are rotated: all, a share of them, or a number of them."""
     if part_key is None:
         for fields in (rope, config):
@@ -164,7 +164,7 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, part_key: str | Non
     return int(head_dim * share)
 
 
-def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
+def _with_type_fields(common: RopeParameters, rope: ConfigFields) -> RopeParameters:
     """Add the parameters of the rope_type."""
     stretch = common.max_position_embeddings / common.original_max_position_embeddings
     match common.rope_type:
@@ -197,7 +197,7 @@ def _with_type_fields(common: RopeParameters, rope: Fields) -> RopeParameters:
     return common
 
 
-def _turns(rope: Fields, key: str, default: float) -> float:
+def _turns(rope: ConfigFields, key: str, default: float) -> float:
     """Read a number of rotations; 0 means the default, as for transformers."""
     turns = rope.number(key, 0.0, above=-1.0)
     if turns < 0:
@@ -205,7 +205,7 @@ def _turns(rope: Fields, key: str, default: float) -> float:
     return turns or default
 
 
-def _scale(rope: Fields, key: str, *, above: float = -1.0) -> float | None:
+def _scale(rope: ConfigFields, key: str, *, above: float = -1.0) -> float | None:
     """Read an optional scale, or a value from which one is computed."""
     value: float | None = rope.number(key, None, above=above)
     if value is not None and value > MAX_SCALE:

@@ -8,6 +8,8 @@ GPT-2's files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
@@ -16,28 +18,35 @@ from quire.layers.builder import Builder, share_of, span_of
 from quire.layers.lora import Shard, Split
 
 
-def read_stack(
-    builder: Builder, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool, transposed: bool
+def read_matrices(
+    builder: Builder,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    in_features: int,
+    split: Split,
+    *,
+    bias: bool,
+    transposed: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return one [size, in_features] matrix per entry of `sizes`, and one bias [size] each if asked for (else none).
 
-    There is one name per size, or a single name for a tensor that holds all of them, one below the other.
+    There is one name per size, or a single name for a tensor that holds all matrices and that `split` splits.
     """
-    if len(names) == 1 and len(sizes) > 1:
-        (matrix,), biases = read_stack(builder, names, [sum(sizes)], in_features, bias=bias, transposed=transposed)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        cuts = list(zip(starts, sizes))
-        return (
-            [matrix.rows(start, start + size) for start, size in cuts],
-            [whole.rows(start, start + size) for whole in biases for start, size in cuts],
-        )
+    fused = len(names) < len(sizes)
+    stored = list(zip(names, [sum(sizes)] if fused else sizes, strict=True))
     matrices: list[Tensor] = []
-    for name, size in zip(names, sizes, strict=True):
-        if transposed:
-            matrices.append(builder.get(f"{name}.weight", (in_features, size)).transposed())
-        else:
-            matrices.append(builder.get(f"{name}.weight", (size, in_features)))
-    return matrices, [builder.get(f"{name}.bias", (size,)) for name, size in zip(names, sizes) if bias]
+    for name, size in stored:
+        matrix = builder.get(f"{name}.weight", (in_features, size) if transposed else (size, in_features))
+        matrices.append(matrix.transposed() if transposed else matrix)
+    biases = [builder.get(f"{name}.bias", (size,)) for name, size in stored if bias]
+    if fused:
+        return split(matrices[0]), [part for whole in biases for part in split(whole)]
+    return matrices, biases
+
+
+def split_rows(fused: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return matrices, or vectors, of these sizes, which a tensor holds one below the other."""
+    return [fused.rows(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def split_by_kv_head(fused: Tensor, num_heads: int, num_kv_heads: int, head_size: int) -> list[Tensor]:
@@ -61,9 +70,9 @@ class ReplicatedLinear:
     """A projection that every rank holds whole; the base of the layers below.
 
     Args:
-        names, sizes: as in `read_stack`. exact: never quantized.
+        names, sizes: as in `read_matrices`. exact: never quantized.
         shard: which rows of matrix number i, and of its bias, this rank holds; all of them by default.
-        split: splits a single tensor of all matrices, if they do not follow one another.
+        split: splits a single tensor of all matrices; by default they lie one below the other.
         columns: the columns that this rank holds, (first, last + 1), for results that are summed over ranks.
         gated: two matrices, gate and up, for `Backend.gated_linear`.
     """
@@ -86,19 +95,14 @@ class ReplicatedLinear:
         names = (names,) if isinstance(names, str) else names
         sizes = (sizes,) if isinstance(sizes, int) else sizes
         self.backend = builder.backend
-        if split is None:
-            matrices, biases = read_stack(builder, names, sizes, in_features, bias=bias, transposed=transposed)
-        else:
-            fused = read_stack(builder, names, [sum(sizes)], in_features, bias=bias, transposed=transposed)
-            matrices, biases = ([part for whole in tensors for part in split(whole)] for tensors in fused)
+        split = split or partial(split_rows, sizes=sizes)
+        matrices, biases = read_matrices(builder, names, sizes, in_features, split, bias=bias, transposed=transposed)
         if columns is not None:
             matrices = [matrix.columns(*columns) for matrix in matrices]
             biases = biases if builder.backend.rank == 0 else []  # the sum over ranks must hold the bias once
         self.lora = None
         if builder.lora is not None:
-            self.lora = builder.lora.linear(
-                builder.prefix, names, in_features, sizes, shard, split=split, columns=columns
-            )
+            self.lora = builder.lora.linear(builder.prefix, names, in_features, sizes, shard, split, columns)
         self.weight = self.backend.pack_linear(
             [piece for i, matrix in enumerate(matrices) for piece in shard(i, matrix)],
             [piece for i, vector in enumerate(biases) for piece in shard(i, vector)] or None,
@@ -224,9 +228,6 @@ class QKVParallelLinear(ReplicatedLinear):
             pieces = [tensor.rows(half * head_size, (half + 1) * head_size) for half in halves]
             return [*pieces[::2], *pieces[1::2]]
 
-        def split(fused: Tensor) -> list[Tensor]:
-            return split_by_kv_head(fused, num_heads, num_kv_heads, head_size)
-
         super().__init__(
             builder,
             names,
@@ -235,7 +236,7 @@ class QKVParallelLinear(ReplicatedLinear):
             bias=bias,
             transposed=transposed,
             shard=shard,
-            split=split if by_kv_head else None,
+            split=(lambda fused: split_by_kv_head(fused, num_heads, num_kv_heads, head_size)) if by_kv_head else None,
         )
 
     def __call__(self, x: Array) -> tuple[Array, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -131,15 +130,14 @@ class LoRASlots:
         names: Sequence[str],
         inputs: int,
         sizes: Sequence[int],
-        shard: Shard = lambda number, whole: [whole],
-        *,
-        split: Split | None = None,
-        columns: tuple[int, int] | None = None,
+        shard: Shard,
+        split: Split,
+        columns: tuple[int, int] | None,
     ) -> LoRALayer:
         """Register a linear layer of one or more matrices [size, inputs], of which `shard` takes this rank's rows.
 
-        There is one name per size, or a single one for a tensor of all matrices, which `split` takes apart where they
-        do not follow one another. `columns`: this rank's columns, (first, last + 1), where the inputs are split.
+        There is one name per size, or a single one for a tensor of all matrices, which `split` splits. `columns`: this
+        rank's columns, (first, last + 1), where the inputs are split over ranks.
         """
 
         def rows(number: int, whole: Tensor) -> np.ndarray:
@@ -148,15 +146,13 @@ class LoRASlots:
         mine = [len(rows(i, HostTensor(np.zeros((size, 1), np.float32), "float32"))) for i, size in enumerate(sizes)]
         single = len(names) < len(sizes)
         layer = self._add(LoRALayer(self, [sum(mine)] if single else mine))
-        starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
         def shard_change(number: int, change: LoRAChange) -> LoRAChange:
             assert change.a is not None and change.b is not None, "linear layers are changed by factors"
             a, b = change.a if columns is None else change.a[:, slice(*columns)], HostTensor(change.b, "float32")
             if not single:
                 return LoRAChange(a, rows(number, b))
-            matrices = split(b) if split else [b.rows(i, j) for i, j in pairwise(starts)]
-            return LoRAChange(a, np.concatenate([rows(i, matrix) for i, matrix in enumerate(matrices)]))
+            return LoRAChange(a, np.concatenate([rows(i, matrix) for i, matrix in enumerate(split(b))]))
 
         for number, name in enumerate(names):
             outputs = sum(sizes) if single else sizes[number]

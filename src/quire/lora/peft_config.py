@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.files import Fields, read_json_object
+from quire.checkpoint.files import ConfigFields, read_json_object
 from quire.errors import ModelError, echo
 
 CONFIG_FILE = "adapter_config.json"
@@ -104,7 +104,7 @@ def _matches(given: tuple[str, ...] | re.Pattern[str], module: str) -> bool:
 def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
     """Read and check adapter_config.json. Raises `ModelError` naming file and field."""
     path = folder / CONFIG_FILE
-    fields = Fields(read_json_object(path), path)
+    fields = ConfigFields(read_json_object(path), path)
     kind = fields.text("peft_type", "LORA")
     if kind != "LORA":
         raise ModelError(f"{path}: peft_type is {echo(kind)} (expected LORA)")
@@ -144,14 +144,14 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
     return config
 
 
-def _pattern_values(fields: Fields, name: str) -> Fields:
-    inner = fields.inner(name) or Fields({}, fields.path, name)
+def _pattern_values(fields: ConfigFields, name: str) -> ConfigFields:
+    inner = fields.inner(name) or ConfigFields({}, fields.path, name)
     for key in inner.values:
         _compiled(fields, name, key)
     return inner
 
 
-def _compiled(fields: Fields, name: str, text: str) -> re.Pattern[str]:
+def _compiled(fields: ConfigFields, name: str, text: str) -> re.Pattern[str]:
     try:
         if len(text) <= MAX_PATTERN:
             return re.compile(text)
@@ -160,7 +160,7 @@ def _compiled(fields: Fields, name: str, text: str) -> re.Pattern[str]:
     raise ModelError(f"{fields.path}: {name} has {echo(text)} (expected a regular expression)")
 
 
-def _names(fields: Fields, name: str) -> tuple[str, ...]:
+def _names(fields: ConfigFields, name: str) -> tuple[str, ...]:
     value = fields.values.get(name)
     items = [value] if isinstance(value, str) else value or []
     if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
@@ -170,14 +170,14 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _modules(fields: Fields, name: str) -> tuple[str, ...] | re.Pattern[str] | None:
+def _modules(fields: ConfigFields, name: str) -> tuple[str, ...] | re.Pattern[str] | None:
     value = fields.values.get(name)
     if isinstance(value, str):
         return _compiled(fields, name, value)
     return _names(fields, name) if value else None
 
 
-def _layers(fields: Fields) -> frozenset[int] | None:
+def _layers(fields: ConfigFields) -> frozenset[int] | None:
     value = fields.values.get("layers_to_transform")
     items = [value] if isinstance(value, int) else value
     if not items:

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.hf_config import ModelInfo
 from quire.kernels.experts import RoutingParams
 from quire.layers.moe import MoEOptions
@@ -16,7 +16,7 @@ DENSE_SIZE = "intermediate_size"  # the key of the width of dense layers, which 
 
 
 def read_routing(
-    fields: Fields, experts: str, chosen: str = "num_experts_per_tok", *, grouped: bool = False, **rules: Any
+    fields: ConfigFields, experts: str, chosen: str = "num_experts_per_tok", *, grouped: bool = False, **rules: Any
 ) -> RoutingParams:
     """Return how experts are chosen, without correction biases.
 
@@ -49,7 +49,7 @@ def read_experts(
     return MoEOptions(routing=routing, inner_size=inner, hidden_act=info.hidden_act, **options)
 
 
-def require(fields: Fields, **expected: bool | None) -> None:
+def require(fields: ConfigFields, **expected: bool | None) -> None:
     """Raise ModelError unless each of these keys is absent or has this value: others are not supported."""
     for key, value in expected.items():
         if fields.values.get(key) not in (None, value):
@@ -81,6 +81,6 @@ def with_shared(experts: MoEOptions, number: int) -> MoEOptions:
     return replace(experts, shared_size=number * experts.inner_size)
 
 
-def first_layers_dense(fields: Fields, num_layers: int) -> frozenset[int]:
+def first_layers_dense(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     """Return the layers below `first_k_dense_replace`."""
     return frozenset(range(min(num_layers, fields.integer("first_k_dense_replace", 0))))

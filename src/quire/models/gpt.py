@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.hf_config import ModelInfo
 from quire.layers.attention import alibi_slopes
 from quire.models.decoder import INV_FREQ, DecoderNames, DecoderOptions
@@ -191,7 +191,7 @@ def falcon(info: ModelInfo) -> DecoderOptions:
 def mpt(info: ModelInfo) -> DecoderOptions:
     """MPT (MosaicML 2023): ALiBi, no biases anywhere. Only the variant of the published base models is supported."""
     fields = info.fields
-    attention = fields.inner("attn_config") or Fields({}, fields.path, "attn_config")
+    attention = fields.inner("attn_config") or ConfigFields({}, fields.path, "attn_config")
     require(fields, no_bias=True, logit_scale=None)
     require(attention, alibi=True, qk_ln=False, prefix_lm=False)
     if fields.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):

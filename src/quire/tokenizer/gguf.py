@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.gguf.reader import GGUFFile
 from quire.errors import ModelError, echo, first_line
 
@@ -91,7 +91,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         ModelError: naming file and key, for a kind of tokenizer that is not supported, or one that does not fit itself.
     """
     metadata = GGUFFile(path).metadata
-    fields = Fields(metadata, path)
+    fields = ConfigFields(metadata, path)
     kind = metadata.get(f"{PREFIX}model")
     vocabulary = _Vocabulary(fields)
     if kind == "gpt2":
@@ -109,7 +109,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     return backend, special, template, for_tools
 
 
-def _template(fields: Fields, key: str) -> str | None:
+def _template(fields: ConfigFields, key: str) -> str | None:
     text = fields.text(key, None)
     if text is not None and len(text) > MAX_TEMPLATE_BYTES:
         raise ModelError(f"{fields.path}: {key} is too large (expected at most {MAX_TEMPLATE_BYTES} characters)")
@@ -119,7 +119,7 @@ def _template(fields: Fields, key: str) -> str | None:
 class _Vocabulary:
     """The tokens of a file, in the order of their ids, with types; and which of them stand around texts."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: ConfigFields) -> None:
         self.fields = fields
         self.texts: list[str] = self.texts_of("tokens")
         if not self.texts:

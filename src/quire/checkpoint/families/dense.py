@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import Family, Windows, every_nth_full, family
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 
-def _bloom_sizes(fields: Fields) -> dict[str, Any]:
+def _bloom_sizes(fields: ConfigFields) -> dict[str, Any]:
     """Map other keys of published BLOOM files to those that transformers' class reads."""
     names = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
     return {key: fields.values[name] for name, key in names.items() if fields.values.get(name) is not None}
 
 
-def _mpt_sizes(fields: Fields) -> dict[str, Any]:
+def _mpt_sizes(fields: ConfigFields) -> dict[str, Any]:
     """Compute the width of feed-forward layers, which MPT gives as a multiple of d_model."""
     hidden = fields.integer("d_model", low=1, high=2**20)
     return {"intermediate_size": hidden * fields.integer("expansion_ratio", 4, low=1, high=64)}
 
 
-def _falcon_sizes(fields: Fields) -> dict[str, Any]:
+def _falcon_sizes(fields: ConfigFields) -> dict[str, Any]:
     """Return the sizes of Falcon; before num_kv_heads (40B and later) there was one KV head, or as many as heads."""
     hidden = fields.integer("n_embed", None, low=1) or fields.integer("hidden_size", low=1)
     heads = fields.integer("num_attention_heads", low=1)
@@ -33,12 +33,12 @@ def _falcon_sizes(fields: Fields) -> dict[str, Any]:
     return {"hidden_size": hidden, "num_key_value_heads": kv_heads, "intermediate_size": inner, "head_dim": None}
 
 
-def _gemma_activation(fields: Fields) -> dict[str, Any]:
+def _gemma_activation(fields: ConfigFields) -> dict[str, Any]:
     """Replace "gelu", by which the first files mean its tanh approximation."""
     return {"hidden_act": "gelu_pytorch_tanh"} if fields.values.get("hidden_act") == "gelu" else {}
 
 
-def _exaone4_types(fields: Fields) -> dict[str, Any]:
+def _exaone4_types(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types from sliding_window_pattern, a number or a string such as "LLLG"."""
     period = fields.values.get("sliding_window_pattern", 4)
     period = len(period) if isinstance(period, str) else period
@@ -47,7 +47,7 @@ def _exaone4_types(fields: Fields) -> dict[str, Any]:
     return every_nth_full(fields, period)
 
 
-def _hunyuan_base(fields: Fields) -> dict[str, Any]:
+def _hunyuan_base(fields: ConfigFields) -> dict[str, Any]:
     """Return the NTK-aware rope_theta that "dynamic" scaling with "alpha" means, the same at every length."""
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = fields.inner(key)

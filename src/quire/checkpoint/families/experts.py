@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import Family, Windows, family, layer_types
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 
-def _qwen2_layers(fields: Fields) -> dict[str, Any]:
+def _qwen2_layers(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types: with use_sliding_window, every other layer below max_window_layers has a window."""
     if not fields.flag("use_sliding_window"):
         return {"sliding_window": None}  # it may be 0
     return layer_types(fields, lambda layer: layer < fields.integer("max_window_layers") and layer % 2 == 0)
 
 
-def _qwen3_names(fields: Fields) -> dict[str, Any]:
+def _qwen3_names(fields: ConfigFields) -> dict[str, Any]:
     """Read the number of experts under either key, and drop the window without use_sliding_window."""
     found: dict[str, Any] = {}
     if fields.values.get("num_experts") is None:
@@ -25,12 +25,12 @@ def _qwen3_names(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _gpt_oss_layers(fields: Fields) -> dict[str, Any]:
+def _gpt_oss_layers(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types that alternate, beginning with a window."""
     return layer_types(fields, lambda layer: layer % 2 == 0)
 
 
-def _minimax_rotation(fields: Fields) -> dict[str, Any]:
+def _minimax_rotation(fields: ConfigFields) -> dict[str, Any]:
     """Convert rotary_dim of published files into a share of the head."""
     part, size = fields.integer("rotary_dim", None, low=2), fields.integer("head_dim", low=2)
     return {} if part is None or "rope_parameters" in fields.values else {"partial_rotary_factor": part / size}

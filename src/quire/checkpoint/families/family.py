@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA_DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu"}
@@ -59,7 +59,7 @@ class Family:
     windows: Windows = Windows.NEVER
     alibi: bool = False
     keeps_states: bool = False
-    derive: Callable[[Fields], Mapping[str, Any]] | None = None
+    derive: Callable[[ConfigFields], Mapping[str, Any]] | None = None
     within: str | None = None
     pools: str | None = None
     causal: bool = True
@@ -86,25 +86,25 @@ def family(model_type: str, options: str, *bases: Mapping[str, Any], **values: A
     return Family(model_type, options, {"tie_word_embeddings": False, **llama, **defaults}, keys, **fields)
 
 
-def num_layers(fields: Fields) -> int:
+def num_layers(fields: ConfigFields) -> int:
     """Return the number of layers."""
     return fields.integer("num_hidden_layers", low=1, high=4096)
 
 
-def layer_types(fields: Fields, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
+def layer_types(fields: ConfigFields, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
     """Return `layer_types` if the file has none: sliding attention in the layers for which `is_sliding` is true."""
     if fields.values.get("layer_types") is not None:
         return {}
     return {"layer_types": [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers(fields))]}
 
 
-def every_nth_full(fields: Fields, period: int) -> dict[str, Any]:
+def every_nth_full(fields: ConfigFields, period: int) -> dict[str, Any]:
     """Return `layer_types` if the file has none: full attention in every `period`-th layer, a window in the others."""
     return layer_types(fields, lambda layer: bool((layer + 1) % period))
 
 
 def two_rotations(
-    fields: Fields, full_theta: float, local_theta: float, *, scale_local: bool = False
+    fields: ConfigFields, full_theta: float, local_theta: float, *, scale_local: bool = False
 ) -> dict[str, Any]:
     """Return `rope_parameters` by layer type: those of the file, with these bases where it has none.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import Family, family, num_layers
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 
-def _linear_layers(fields: Fields) -> dict[str, Any]:
+def _linear_layers(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types, by default attention in every fourth layer, and a feed-forward size of MoE models."""
     layers = num_layers(fields)
     types = fields.values.get("layer_types")
@@ -22,14 +22,14 @@ def _linear_layers(fields: Fields) -> dict[str, Any]:
     return {"layer_types": types, "intermediate_size": inner}
 
 
-def _check_types(fields: Fields, types: Any, layers: int, known: tuple[str, str]) -> None:
+def _check_types(fields: ConfigFields, types: Any, layers: int, known: tuple[str, str]) -> None:
     """Raise `ModelError` unless each layer has a known type, and at least one `known[0]`, attention."""
-    fields = Fields({**fields.values, "layer_types": types}, fields.path)
+    fields = ConfigFields({**fields.values, "layer_types": types}, fields.path)
     if known[0] not in fields.names("layer_types", layers, known):
         raise fields.error("layer_types", f"at least one {known[0]}")
 
 
-def _lfm2(fields: Fields) -> dict[str, Any]:
+def _lfm2(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types, which older files give as full_attn_idxs, and LFM2's adjusted feed-forward width."""
     layers = num_layers(fields)
     types = fields.values.get("layer_types")

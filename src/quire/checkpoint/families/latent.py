@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoint.families.family import Family, family, num_layers
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 
-def _rotated_part(fields: Fields) -> dict[str, Any]:
+def _rotated_part(fields: ConfigFields) -> dict[str, Any]:
     """Return qk_rope_head_dim as `head_dim`, from which the rotary table is made."""
     return {"head_dim": fields.integer("qk_rope_head_dim", low=2, high=2**16)}
 
 
-def _glm_layers(fields: Fields) -> dict[str, Any]:
+def _glm_layers(fields: ConfigFields) -> dict[str, Any]:
     """Return first_k_dense_replace, from mlp_layer_types if the file has them."""
     layers, first = num_layers(fields), 1
     if fields.values.get("mlp_layer_types") is not None:

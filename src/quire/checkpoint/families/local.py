@@ -12,10 +12,10 @@ from quire.checkpoint.families.family import (
     layer_types,
     two_rotations,
 )
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
+def _gemma3(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types and rotary parameters from the keys of older files (rope_local_base_freq)."""
     full = fields.number("rope_theta", 1e6, above=1.0)
     local = fields.number("rope_local_base_freq", 1e4, above=1.0)
@@ -23,18 +23,18 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     return {**every_nth_full(fields, period), **two_rotations(fields, full, local)}
 
 
-def _olmo3(fields: Fields) -> dict[str, Any]:
+def _olmo3(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types and rotary parameters; rope_scaling applies to full attention only."""
     theta = fields.number("rope_theta", 500000.0, above=1.0)
     return {**every_nth_full(fields, 4), **two_rotations(fields, theta, theta)}
 
 
-def _ministral(fields: Fields) -> dict[str, Any]:
+def _ministral(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types if the file has none: all layers have the window."""
     return layer_types(fields, lambda layer: fields.values.get("sliding_window") is not None)
 
 
-def _ministral3(fields: Fields) -> dict[str, Any]:
+def _ministral3(fields: ConfigFields) -> dict[str, Any]:
     """Return the rotary parameters of transformers' class if the file has none."""
     if fields.values.get("rope_parameters") is not None or fields.values.get("rope_scaling") is not None:
         return {}

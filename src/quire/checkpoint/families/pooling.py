@@ -8,7 +8,7 @@ from typing import Any
 from quire.checkpoint.families.dense import DENSE
 from quire.checkpoint.families.family import FULL, SLIDING, Family, Windows, family, layer_types
 from quire.checkpoint.families.local import LOCAL
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 
 _BERT = {
     "layer_norm_eps": 1e-12,
@@ -20,14 +20,14 @@ _BERT = {
 }
 
 
-def _learned_positions(fields: Fields) -> dict[str, Any]:
+def _learned_positions(fields: ConfigFields) -> dict[str, Any]:
     """Refuse the relative position embeddings of later BERT variants."""
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.error("position_embedding_type", "absolute")
     return {}
 
 
-def _roberta_positions(fields: Fields) -> dict[str, Any]:
+def _roberta_positions(fields: ConfigFields) -> dict[str, Any]:
     """Leave out the rows of the position table up to the padding token's, which stand for no position."""
     rows, first = fields.integer("max_position_embeddings", low=1), fields.integer("pad_token_id") + 1
     if rows <= first:
@@ -35,7 +35,7 @@ def _roberta_positions(fields: Fields) -> dict[str, Any]:
     return {**_learned_positions(fields), "max_position_embeddings": rows - first}
 
 
-def _modernbert_layers(fields: Fields) -> dict[str, Any]:
+def _modernbert_layers(fields: ConfigFields) -> dict[str, Any]:
     """Return layer types, the window to one side, and rotary parameters by layer type, from ModernBERT's keys."""
     every = fields.integer("global_attn_every_n_layers", 3, low=1)
     ropes = fields.values.get("rope_parameters") or {
@@ -99,7 +99,7 @@ DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _GEMMA3_FAMILY = LOCAL["Gemma3ForCausalLM"]
 
 
-def _embedding_gemma(fields: Fields) -> dict[str, Any]:
+def _embedding_gemma(fields: ConfigFields) -> dict[str, Any]:
     """Return Gemma 3's keys, with bidirectional attention if the file has it; its window counts both sides."""
     assert _GEMMA3_FAMILY.derive is not None
     found = dict(_GEMMA3_FAMILY.derive(fields))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.families import FAMILIES, Family
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.gguf.names import TABLES, NameTable, table_of
 from quire.checkpoint.gguf.reader import GGUFEntry, GGUFFile
 from quire.errors import ModelError, echo
@@ -51,8 +51,8 @@ class _Reader:
         self._family: Family = FAMILIES[self._table.architecture]
         prefix = f"{self._name}."
         own = {key: _plain(value) for key, value in file.metadata.items() if key.startswith(prefix)}
-        self.fields = Fields({key[len(prefix) :]: value for key, value in own.items()}, self._path, self._name)
-        self.tokens = Fields(file.metadata, self._path)
+        self.fields = ConfigFields({key[len(prefix) :]: value for key, value in own.items()}, self._path, self._name)
+        self.tokens = ConfigFields(file.metadata, self._path)
 
     def config(self) -> dict[str, Any]:
         fields = self.fields
@@ -95,7 +95,7 @@ class _Reader:
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
                 raise self.fields.error(key, "the same for every layer")
-            return Fields({key: value[0]}, self._path, self._name).integer(key, low=1)
+            return ConfigFields({key: value[0]}, self._path, self._name).integer(key, low=1)
         return self.fields.integer(key, low=1) if default is None else self.fields.integer(key, default, low=1)
 
     def _inner_size(self) -> int:

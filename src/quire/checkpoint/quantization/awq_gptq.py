@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
 from quire.checkpoint.quantization.tensors import integer_layout, packed_integers
 from quire.checkpoint.tensor import QuantizedTensor
@@ -100,7 +100,7 @@ class GroupedIntegers:
         return Recipe(shape, layout, names, make)
 
 
-def parse_awq(fields: Fields) -> GroupedIntegers:
+def parse_awq(fields: ConfigFields) -> GroupedIntegers:
     """Read an AWQ config. Raises ModelError for settings that are not supported."""
     bits_key = "bits" if fields.values.get("bits") is not None else "w_bit"
     if fields.integer(bits_key, 4) != 4:
@@ -117,7 +117,7 @@ def parse_awq(fields: Fields) -> GroupedIntegers:
     return GroupedIntegers("awq", 4, group, order=AWQ_ORDER)
 
 
-def parse_gptq(fields: Fields) -> GroupedIntegers:
+def parse_gptq(fields: ConfigFields) -> GroupedIntegers:
     """Read a GPTQ config. Raises ModelError for settings that are not supported."""
     key = "format" if fields.values.get("checkpoint_format") is None else "checkpoint_format"
     stored = fields.text(key, "gptq").lower()
@@ -134,7 +134,7 @@ def parse_gptq(fields: Fields) -> GroupedIntegers:
     )
 
 
-def _pattern(key: str, dynamic: Fields) -> str:
+def _pattern(key: str, dynamic: ConfigFields) -> str:
     pattern = key[2:] if key[:2] in ("-:", "+:") else key
     try:
         re.compile(pattern)
@@ -143,7 +143,7 @@ def _pattern(key: str, dynamic: Fields) -> str:
     return pattern
 
 
-def _override(settings: GroupedIntegers, key: str, dynamic: Fields) -> GroupedIntegers | None:
+def _override(settings: GroupedIntegers, key: str, dynamic: ConfigFields) -> GroupedIntegers | None:
     if key.startswith("-:"):
         return None
     changes: dict[str, Any] = {}
@@ -153,14 +153,14 @@ def _override(settings: GroupedIntegers, key: str, dynamic: Fields) -> GroupedIn
     return replace(settings, **changes)
 
 
-def _bits(fields: Fields, default: int | None = None) -> int:
+def _bits(fields: ConfigFields, default: int | None = None) -> int:
     bits = fields.integer("bits") if default is None else fields.integer("bits", default)
     if bits not in GPTQ_BITS:
         raise fields.error("bits", f"{' or '.join(map(str, GPTQ_BITS))}, the only ones supported of GPTQ")
     return bits
 
 
-def _group(fields: Fields, default: int = 128) -> int:
+def _group(fields: ConfigFields, default: int = 128) -> int:
     group = fields.integer("group_size", default, low=-1)
     if group == 0 or (group > 0 and group % 8):
         raise fields.error("group_size", "-1 or a multiple of 8")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.checkpoint.files import Fields, parse_json_object
+from quire.checkpoint.files import ConfigFields, parse_json_object
 from quire.checkpoint.quantization.parts import Parts, Reader, Recipe, Recipes
 from quire.checkpoint.quantization.tensors import CodeTensor, IntegerTensor, code_layout, integer_layout, nibbles
 from quire.checkpoint.tensor import QuantizedTensor
@@ -43,7 +43,7 @@ class BitsAndBytes:
             yield f"{module}.weight", make(module, parts)
 
 
-def parse_bitsandbytes(fields: Fields) -> BitsAndBytes:
+def parse_bitsandbytes(fields: ConfigFields) -> BitsAndBytes:
     """Read a bitsandbytes config. Raises ModelError for settings that are not supported."""
     eight, four = (fields.flag(key, False) or fields.flag(f"_{key}", False) for key in ("load_in_8bit", "load_in_4bit"))
     if eight == four:
@@ -106,12 +106,12 @@ def _codes(module: str, parts: Parts) -> Recipe | None:
     return _code_recipe(names, shape, block, nested, offset) if good else None
 
 
-def _state(name: str, parts: Parts) -> Fields:
+def _state(name: str, parts: Parts) -> ConfigFields:
     stored = parts.read(name).array.reshape(-1)
     if stored.size > MAX_STATE_BYTES:
         raise parts.error(name, f"is too large (expected at most {MAX_STATE_BYTES} bytes, got {stored.size})")
     path = parts.path_of(name)
-    return Fields(parse_json_object(stored.tobytes(), path, name), path, name)
+    return ConfigFields(parse_json_object(stored.tobytes(), path, name), path, name)
 
 
 def _code_recipe(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.quantization.floats import MXFP4_GROUP, NVFP4_GROUP, float_recipe, fp4_recipe
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
 from quire.checkpoint.quantization.tensors import IntegerTensor, integer_layout, packed_integers
@@ -79,7 +79,7 @@ def _is_name(target: str) -> bool:
     return target.startswith("re:") or "." in target
 
 
-def parse_compressed(fields: Fields) -> CompressedTensors:
+def parse_compressed(fields: ConfigFields) -> CompressedTensors:
     """Read a compressed-tensors config. Raises ModelError for settings that are not supported."""
     sparsity = fields.inner("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
@@ -107,13 +107,13 @@ def parse_compressed(fields: Fields) -> CompressedTensors:
     return CompressedTensors(targets)
 
 
-def _check_format(fields: Fields) -> None:
+def _check_format(fields: ConfigFields) -> None:
     stored = fields.text("format", "pack-quantized")
     if stored not in (*FORMATS, *FP4_FORMATS, "mixed-precision"):
         raise fields.error("format", f"one of {', '.join((*FORMATS, *FP4_FORMATS))}")
 
 
-def _targets(group: Fields) -> list[str]:
+def _targets(group: ConfigFields) -> list[str]:
     targets = group.values.get("targets", ["Linear"])
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise group.error("targets", "a list of names")
@@ -125,7 +125,7 @@ def _targets(group: Fields) -> list[str]:
     return targets
 
 
-def _scheme(weights: Fields) -> WeightScheme:
+def _scheme(weights: ConfigFields) -> WeightScheme:
     kind, bits = weights.choice("type", ("int", "float"), "int"), weights.integer("num_bits", 8)
     if bits not in BITS:
         raise weights.error("num_bits", "4 or 8, the only ones supported")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.checkpoint.files import Fields
+from quire.checkpoint.files import ConfigFields
 from quire.checkpoint.quantization.parts import SCALES, Parts, Reader, Recipe, Recipes
 from quire.checkpoint.quantization.tensors import ByGroup, CodeTensor, StackedTensor, code_layout, unpack_nibbles
 from quire.checkpoint.small_floats import E2M1, E8M0
@@ -43,7 +43,7 @@ class FP8:
             yield f"{module}.weight", float_recipe(module, parts, self.block)
 
 
-def parse_fp8(fields: Fields) -> FP8:
+def parse_fp8(fields: ConfigFields) -> FP8:
     """Read an fp8 config. Raises ModelError for settings that are not supported."""
     fields.choice("activation_scheme", SCHEMES, "dynamic")
     key = "weight_block_size"

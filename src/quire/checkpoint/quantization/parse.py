@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.files import Fields, read_json_object
+from quire.checkpoint.files import ConfigFields, read_json_object
 from quire.checkpoint.quantization.awq_gptq import parse_awq, parse_gptq
 from quire.checkpoint.quantization.bitsandbytes import parse_bitsandbytes
 from quire.checkpoint.quantization.compressed import parse_compressed
@@ -19,7 +19,7 @@ KEYS = ("quantization_config", "compression_config")  # in config.json
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"  # of folders older than these keys
 
 
-METHODS: dict[str, Callable[[Fields], StoredFormat]] = {
+METHODS: dict[str, Callable[[ConfigFields], StoredFormat]] = {
     "awq": parse_awq,
     "gptq": parse_gptq,
     "compressed-tensors": parse_compressed,
@@ -40,7 +40,7 @@ def parse_quantization(config: Mapping[str, Any], path: Path) -> StoredFormat | 
     Raises:
         ModelError: a method, or a setting of it, that is not supported.
     """
-    fields = Fields(config, path)
+    fields = ConfigFields(config, path)
     for key in KEYS:
         if isinstance(config.get(key), str):
             raise _unknown(path, config[key])
@@ -50,11 +50,11 @@ def parse_quantization(config: Mapping[str, Any], path: Path) -> StoredFormat | 
     for name, method in ((GPTQ_FILE, "gptq"), (AWQ_FILE, "awq")):
         beside = path.parent / name
         if os.path.lexists(beside):
-            return _parse(Fields({"quant_method": method, **read_json_object(beside)}, beside))
+            return _parse(ConfigFields({"quant_method": method, **read_json_object(beside)}, beside))
     return None
 
 
-def _parse(fields: Fields) -> StoredFormat:
+def _parse(fields: ConfigFields) -> StoredFormat:
     method = fields.values.get("quant_method")
     if method is None and (fields.values.get("load_in_8bit") or fields.values.get("load_in_4bit")):
         method = "bitsandbytes"
