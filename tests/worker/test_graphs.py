@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,14 @@ FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "lfm2")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> Callable[[str], dict[str, list[int]]]:
+    """Return the `story` of a family on the reference backend."""
+    return functools.cache(
+        lambda family: story(runner(folders[family], create_backend("reference", "float32", "float32")))
+    )
 
 
 def runner(folder: Path, backend: object) -> RunnerDriver:
@@ -76,12 +86,11 @@ def story(driver: RunnerDriver, suffix: str = "") -> dict[str, list[int]]:
     "family",
     ["llama", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_5_text"))],
 )
-def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], family: str) -> None:
-    expected = story(runner(folders[family], create_backend("reference", "float32", "float32")))
+def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], expected: Any, family: str) -> None:
     tape = TapeRecorder()
     backend = PlainGPU(tape)
     driver = runner(folders[family], backend)
-    assert story(driver) == expected
+    assert story(driver) == expected(family)
     stats = driver.backend.graph_stats()
     assert stats.failed == 0
     assert stats.recordings == len(tape.made)
@@ -90,23 +99,21 @@ def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], fa
     assert stats.nbytes > 0 < stats.seconds
     assert backend.asides > backend.whole > 0
     before = backend.whole
-    assert story(driver, "-again") == expected
+    assert story(driver, "-again") == expected(family)
     assert backend.whole < 2 * before, "more was recorded"
 
 
-def test_without_a_recorder_steps_have_their_exact_sizes(folders: dict[str, Path]) -> None:
-    expected = story(runner(folders["llama"], create_backend("reference", "float32", "float32")))
+def test_without_a_recorder_steps_have_their_exact_sizes(folders: dict[str, Path], expected: Any) -> None:
     backend = PlainGPU()
     driver = runner(folders["llama"], backend)
-    assert story(driver) == expected
+    assert story(driver) == expected("llama")
     assert backend.whole == 0, "lengths are known on the host"
     assert driver.backend.graph_stats().recordings == 0
 
 
 def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
-    folders: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], expected: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = story(runner(folders["llama"], create_backend("reference", "float32", "float32")))
     norm = PlainGPU.rms_norm
 
     def waiting(self: PlainGPU, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -116,7 +123,7 @@ def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
     monkeypatch.setattr(PlainGPU, "rms_norm", waiting)
     driver = runner(folders["llama"], PlainGPU(TapeRecorder()))
     with caplog.at_level(logging.WARNING):
-        assert story(driver) == expected
+        assert story(driver) == expected("llama")
     stats = driver.backend.graph_stats()
     assert stats.failed == 1
     assert stats.recordings > 1
