@@ -132,24 +132,29 @@ def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, o
     assert not overlapping or road not in ("recompute", "prompts first") or stats.num_preemptions
 
 
-@pytest.mark.parametrize("kind", OVERLAPPING)
-def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, kind: str) -> None:
-    """Each alone, so that its rows are all that steps have; some end by a stop id, and one is computed in chunks."""
-    rng, asks = random.Random(kind), []
-    for number, length in enumerate((2, 9, 25, 9)):
+@pytest.mark.parametrize(
+    ("device", "kinds"), [*(("cpu", [kind]) for kind in OVERLAPPING), ("reference", [*OVERLAPPING])], ids=str
+)
+def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, device: str, kinds: list[str]) -> None:
+    """On a CPU each kind alone, so that its rows are all that steps have.
+
+    Some requests end by a stop id, and one is computed in chunks.
+    """
+    rng, asks = random.Random(kinds[0]), []
+    for number in range(max(4, len(kinds))):
+        kind, length = kinds[number % len(kinds)], (2, 9, 25, 9)[number % 4]
         prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
         stop_ids = tuple(range(2, 3 + 9 * (number % 2)))
         asks.append(Ask(prompt, OVERLAPPING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind]))
-    for device in ("cpu", "reference"):
-        driver = EngineDriver(folder, device, async_scheduling=True, max_num_batched_tokens=20)
-        counting = watch(driver.core)
-        for number, ask in enumerate(asks):
-            driver.add(f"{number}", ask)
-        driver.run()
-        assert driver.told == alone(folder, asks, device)
-        assert counting.num_postponed == 0 and counting.num_ahead >= driver.stats().num_steps - 1
-        driver.check_all_free()
-        driver.close()
+    driver = EngineDriver(folder, device, async_scheduling=True, max_num_batched_tokens=20)
+    counting = watch(driver.core)
+    for number, ask in enumerate(asks):
+        driver.add(f"{number}", ask)
+    driver.run()
+    assert driver.told == alone(folder, asks, device)
+    assert counting.num_postponed == 0 and counting.num_ahead >= driver.stats().num_steps - 1
+    driver.check_all_free()
+    driver.close()
 
 
 @pytest.mark.parametrize(("kind", "steps"), [(SCORED, 1), (DRY, 4), (MIROSTAT, 4)])

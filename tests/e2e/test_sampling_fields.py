@@ -5,7 +5,6 @@ The table has one check for each field: adding a field without one fails.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM
+from quire import LLM
 from quire.errors import ConfigError, GenerationError, RequestError, UnsupportedError
 from quire.outputs import FlatLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -374,31 +373,9 @@ def test_a_plugin_cannot_break_out_of_a_form(rig: Rig) -> None:
     assert item.finish_reason == "error" and "leave no token" in str(item.error)
 
 
-@pytest.mark.parametrize("engine", ["inline", "process"])
-def test_a_plugin_that_cannot_be_imported_stops_the_start(engine: str) -> None:
+def test_a_plugin_that_cannot_be_imported_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="logits processor mine cannot be imported from no_such_module:f"):
-        if engine == "inline":
-            LLM(logits_processors=["mine=no_such_module:f"]).close()
-        else:
-            asyncio.run(_start(logits_processors=["mine=no_such_module:f"]))
-
-
-async def _start(**options: Any) -> None:
-    async with AsyncLLM(engine="process", **options):
-        pass
-
-
-def test_an_engine_in_a_process_of_its_own_has_plugins_too() -> None:
-    async def run() -> list[RequestOutput]:
-        params = SamplingParams(
-            logits_processors=["only"], extra_args={"ids": [80, 81]}, mirostat=2, dry_multiplier=1.0, max_tokens=8
-        )
-        async with AsyncLLM(
-            engine="process", max_model_len=128, num_gpu_blocks_override=16, logits_processors=[PLUGIN]
-        ) as llm:
-            return [output async for output in llm.generate(PROMPT, params)]
-
-    assert set(asyncio.run(run())[-1].outputs[0].token_ids) <= {80, 81}
+        LLM(logits_processors=["mine=no_such_module:f"]).close()
 
 
 STATEFUL = [

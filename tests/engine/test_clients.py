@@ -279,7 +279,7 @@ def test_clients_that_talk_nonsense_are_refused_while_others_are_served(
             good.send(request("good", 400, prompt=(PACED, 1)))
             for kind, data in hostile(touched).items():
                 failed = await asyncio.to_thread(refusal, engine.connect(), data, greeted=greeted)
-                expected = "version 1000" if kind == "another version" and not greeted else "no message"
+                expected = "version 1000" if kind == "another version" and not greeted else "invalid message"
                 assert expected in failed.message, kind
             await until_idle(good, num_running=1)
 

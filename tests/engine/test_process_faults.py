@@ -179,7 +179,7 @@ def test_an_engine_that_talks_nonsense_is_ended(folder: Path, tmp_path: Path, mo
 
     async def scenario() -> None:
         client = ProcessClient(config_for(folder), module="mad")
-        with pytest.raises(EngineDeadError, match="no message"):
+        with pytest.raises(EngineDeadError, match="invalid message"):
             await client.start()
         assert client.process.exit_code.result() == -signal.SIGKILL
 

@@ -30,7 +30,7 @@ from quire.errors import ConfigError, EngineDeadError
 class EngineClient(Protocol):
     """Carries messages between one asyncio loop and an engine elsewhere.
 
-    The last three before `close` have a meaning only for the client that owns the engine's process.
+    `stalled_for`, `dump_stacks` and `kill` have an effect only in the client that owns the engine's process.
     """
 
     @abstractmethod
@@ -39,23 +39,23 @@ class EngineClient(Protocol):
 
     @abstractmethod
     def send(self, message: ToEngine) -> None:
-        """Send in order, never blocking. Does nothing if the engine is gone: `receive` says so."""
+        """Send a message, in order, without blocking. Does nothing once the engine is gone; `receive` raises then."""
 
     @abstractmethod
     async def receive(self) -> EngineOutputs | CallResult:
         """Wait for a message. Raises `EngineDeadError` once the engine is gone."""
 
     def stalled_for(self) -> float:
-        """Return for how many seconds the engine has been silent for longer than its work explains; 0.0 if it is not.
+        """Return the seconds by which the engine's silence exceeds the timeout of its work; 0.0 if it is not stalled.
 
-        Cheap, and without the engine's help: it may be stuck.
+        Cheap, and independent of the engine, which may be stuck.
         """
         return 0.0
 
     async def dump_stacks(self) -> str:
-        """Log what an engine that does not react is doing, and return it; for before `kill`.
+        """Log and return the stacks of an engine that does not react; called before `kill`.
 
-        Waits half a second at most: an engine that is stopped cannot answer.
+        Waits half a second at most, because a stopped process cannot answer.
         """
         return ""
 
@@ -65,11 +65,11 @@ class EngineClient(Protocol):
 
     @abstractmethod
     async def close(self) -> None:
-        """Give up the connection, or end an engine that the client owns, and release what it held."""
+        """Close the connection, or end the engine if the client owns it, and release all resources."""
 
 
 EndOfConnection = EOFError | ProtocolError | Failed
-"""Why nothing more comes: the engine has closed its end, sent what is no message, or said that it ends."""
+"""Why a connection ended: the engine closed its end, sent an invalid message, or announced its end."""
 
 
 async def _why_dead(end: EndOfConnection) -> EngineDeadError:
@@ -79,11 +79,11 @@ async def _why_dead(end: EndOfConnection) -> EngineDeadError:
 
 
 class SocketClient(EngineClient):
-    """A client of an engine process that others may share, and that somebody else owns.
+    """A client of an engine process that another client owns and that further clients may share.
 
     Args:
         connection: what `EngineProcess.connect` returned, in this process or in the one that passed it on.
-        name: who the client is, for the engine's log.
+        name: of the client, for the engine's log.
         why_dead: returns the error for the end of a connection.
     """
 
@@ -119,7 +119,7 @@ class SocketClient(EngineClient):
         return message
 
     def finish(self) -> None:
-        """Expect no more than what has arrived: the engine's process has ended."""
+        """Read what has arrived and end the connection, because the engine's process has ended."""
         self._connection.finish()
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class SocketClient(EngineClient):
             raise await self._end(end) from None
 
     async def _end(self, end: EndOfConnection | FromEngine) -> EngineDeadError:
-        """Return the error of a connection that ends so, or with a message out of turn."""
+        """Return the error for this end of the connection; a message out of turn is a protocol error."""
         if not isinstance(end, EndOfConnection):
             end = ProtocolError(f"{type(end).__name__} out of turn")
         if self._dead is None:

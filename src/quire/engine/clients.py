@@ -1,13 +1,13 @@
 """The engine's side of its connections: accepts clients, reads their messages, and sends each its outputs.
 
 Connections have no address. The parent process makes a pair of connected sockets for each client and passes one of them
-on through the listener, a socket that the engine inherits (`EngineProcess.connect`). So nothing lies in the file system
-or in an abstract namespace, only those can connect to whom the parent gives a socket, and the kernel removes all of it
-with the last process that holds an end. That the listener is closed means that the parent wants the engine to end, or
-has died.
+on through the listener, a socket that the engine inherits (`EngineProcess.connect`). So connections have no name in the
+file system or in an abstract namespace, only processes that got a socket from the parent can connect, and the kernel
+removes a connection with the last process that holds an end. The parent closes the listener to end the engine; the
+kernel does if the parent dies.
 
-A client that sends what is no message, or speaks another version of the protocol, is refused; one that does not read
-is disconnected, unless it is the only one, for which the engine waits. Neither concerns the others.
+A client that sends an invalid message, or speaks another version of the protocol, is refused. A client that does not
+read is disconnected, or waited for if it is the only one. Other clients are not affected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Client:
-    """A connection, and whose it is; `name` is None before the handshake. `events`: what is polled for."""
+    """A client and its connection; `name` is None before the handshake. `events`: those that are polled for."""
 
     index: int
     connection: Connection
@@ -75,7 +75,7 @@ class SocketClients:
 
     @property
     def connected(self) -> list[int]:
-        """The clients that have said who they are."""
+        """The clients that have completed the handshake."""
         return [client.index for client in self._clients.values() if client.name is not None]
 
     def receive(self, wait: bool) -> list[tuple[int, ToEngine | None]]:
@@ -183,7 +183,7 @@ class SocketClients:
             if connection.error is not None:
                 raise connection.error
         except ProtocolError as error:
-            self._refuse(client, f"the engine got what is no message: {error}")
+            self._refuse(client, f"the engine got an invalid message: {error}")
             return
         if connection.ended:
             if client.name is not None:

@@ -31,7 +31,7 @@ class ProtocolError(Exception):
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into frames, whatever the pieces in which it arrives.
+    """Cuts a stream of bytes, which arrives in pieces of any size, into frames.
 
     Attributes:
         error: set once a frame was announced that is too long; nothing is decoded after it.
@@ -109,7 +109,7 @@ class Connection:
 
     @property
     def error(self) -> ProtocolError | None:
-        """What is wrong with what the peer sent after `frames`."""
+        """The error in the bytes that follow `frames`; None if there is none."""
         return self._decoder.error
 
     def fileno(self) -> int:
@@ -127,7 +127,7 @@ class Connection:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send unsent frames, as far as the socket has room."""
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
@@ -142,7 +142,7 @@ class Connection:
             self._break()
 
     def read(self, max_reads: int = MAX_READS) -> bool:
-        """Read what has arrived, so many times `READ_BYTES` at most; return whether there may be more."""
+        """Read what has arrived, at most `max_reads` * `READ_BYTES` bytes; return whether there may be more."""
         for _ in range(max_reads):
             if self.ended:
                 return False
@@ -214,7 +214,7 @@ class AsyncConnection:
         return connection.frames.popleft()
 
     def finish(self) -> None:
-        """Read what has arrived, and expect no more: the peer's process has ended."""
+        """Read what has arrived and end the connection, because the peer's process has ended."""
         while self._connection.read():
             pass
         self._connection.ended = True
@@ -235,7 +235,7 @@ class AsyncConnection:
         self._watch()
 
     def _watch(self) -> None:
-        """Have the loop watch the socket for what there is to do; wake `receive` if there is something for it."""
+        """Register the socket for the events that matter now; wake `receive` if it has something to return."""
         connection, loop = self._connection, self._loop
         if (connection.frames or connection.ended) and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

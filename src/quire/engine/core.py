@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class SubmittedStep:
-    """A step that was begun, and whose result was not processed."""
+    """A submitted step; its result is not processed yet."""
 
     plan: SchedulerOutput
     pending: PendingOutput
@@ -63,7 +63,7 @@ class EngineCore:
 
     Args:
         config: engine options, resolved or not.
-        executor: who runs the model; by default made from the config.
+        executor: runs the model; by default made from the config.
         info: the model's config, when the caller has it already.
         clock: seconds, monotonic; a virtual one in simulations. hasher: names blocks; by default made with the key of
             the disk tier, or a random one.
@@ -79,7 +79,7 @@ class EngineCore:
         hasher: BlockHasher | None = None,
     ) -> None:
         info = info or load_info(config)
-        asked = config
+        requested = config
         scratch: ReservedBytes = nothing_reserved
         self.config = config = resolve_config(config, info)
         if executor is None:
@@ -87,16 +87,16 @@ class EngineCore:
             from quire.engine.plan import check_before_loading
             from quire.executor.ranks import create_executor
 
-            scratch = check_before_loading(asked, info)
+            scratch = check_before_loading(requested, info)
             executor = create_executor(config, info)
         self.executor = executor
-        self._asked = asked
+        self._requested = requested
         try:
             memory = executor.device_memory()
         except MemoryError as error:
-            raise step_failed(asked, config, executor.available_memory()) from error
+            raise step_failed(requested, config, executor.available_memory()) from error
         beside = reserved_bytes(memory, scratch, config)
-        self._fitted = fit_kv_cache(asked, config, executor.kv_cache_spec(), memory.total, beside)
+        self._fitted = fit_kv_cache(requested, config, executor.kv_cache_spec(), memory.total, beside)
         num_blocks, max_model_len = self._fitted.num_blocks, self._fitted.max_model_len
         self._allocate()
         self.clock = clock
@@ -139,7 +139,7 @@ class EngineCore:
             )
         except MemoryError as error:
             block_bytes = executor.kv_cache_spec().block_bytes(self.config.cache.block_size, fitted.max_model_len)
-            raise allocation_failed(self._asked, fitted, block_bytes, executor.available_memory()) from error
+            raise allocation_failed(self._requested, fitted, block_bytes, executor.available_memory()) from error
         if self.config.cache.kv_resident_layers:
             logger.info(
                 "KV cache: %d of the blocks have layers beyond the first %d on the host",
@@ -148,7 +148,7 @@ class EngineCore:
             )
 
     def _create_scheduler(self, *, stored: bool) -> Scheduler:
-        """Return a scheduler of empty queues and caches, but, if `stored`, what the disk tier has."""
+        """Return a scheduler with empty queues and caches; with `stored` it knows the blocks in the disk tier."""
         fitted = self._fitted
         return create_scheduler(
             self.config,
@@ -195,7 +195,7 @@ class EngineCore:
             self.scheduler.add_request(request)
 
     def abort(self, message: AbortRequests) -> None:
-        """Forget requests; their blocks are free at once, the worker hears of it with the next step."""
+        """Drop requests; their blocks are free at once, and the next step removes them from the worker."""
         self.scheduler.abort_requests(message.request_ids)
         if not self.scheduler.has_requests():
             self._last_result_time = None  # time until the next request is not that of a step
@@ -209,13 +209,13 @@ class EngineCore:
         return len(self._in_flight) > 0 or self.scheduler.has_unfinished()
 
     def idle(self) -> bool:
-        """With nothing unfinished, let the executor get ready for steps to come; say whether it found any work."""
+        """With nothing unfinished, let the executor warm up a graph for later steps; return whether it did."""
         return self.sleep_level == 0 and self.executor.idle()
 
     def step(self) -> EngineOutputs:
-        """Begin a step, if one may begin, and process the result of the oldest in flight; return outputs and stats.
+        """Submit a step, if possible, and process the result of the oldest in flight; return outputs and stats.
 
-        With `async_scheduling` a step is planned and begun while the one before runs, whose outputs are returned.
+        With `async_scheduling` a step is planned and submitted while the previous one runs; its outputs are returned.
         """
         if self._failed:
             raise EngineDeadError("a step has failed; the engine cannot go on")
@@ -263,7 +263,7 @@ class EngineCore:
         return SubmittedStep(plan, self.executor.submit(plan), record)
 
     def _overlaps(self, step: SubmittedStep) -> bool:
-        """Whether another step may be begun before the result of `step` is processed; the executor decides that."""
+        """Whether another step may be submitted before the result of `step` is processed; the executor decides that."""
         return self._max_in_flight > 1 and step.pending.overlaps
 
     def _announce(self, plan: SchedulerOutput | None = None) -> None:
@@ -371,7 +371,7 @@ class EngineCore:
         return {"level": self.sleep_level, "freed": freed}
 
     def _wake_up(self) -> dict[str, Any]:
-        """Allocate again what `sleep` has freed. If it does not fit, the engine goes on sleeping, and an error says so.
+        """Allocate again what `sleep` has freed. If it does not fit, the engine keeps sleeping.
 
         Raises `QuireError`.
         """

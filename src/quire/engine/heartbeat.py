@@ -1,4 +1,4 @@
-"""The heartbeat of an engine: shared memory in which it says what it works on, and how long that may take.
+"""The heartbeat of an engine: shared memory with the requests that it works on, and how long that may take.
 
 The engine's loop writes before each piece of work (`HeartbeatWriter`): the time, the timeout of the work, and the
 requests that it concerns. The parent process reads without the engine's help. So it finds an engine that is stuck

@@ -21,7 +21,7 @@ from quire.step import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
-HOST_DEVICES = ("cpu", "reference")  # whose memory is the host's
+HOST_DEVICES = ("cpu", "reference")  # devices without memory of their own
 SWAP_SPACE = 4 * 2**30  # of the host's pool by default
 HOST_PART = 4  # where memory is the same, the pool has by default at most one part in so many of it
 MIN_STEP = 64  # tokens; steps are not advised to be smaller
@@ -74,9 +74,9 @@ def device_bytes(config: EngineConfig, spec: KVCacheSpec, size: KVCacheSize) -> 
 
 
 class DoesNotFitError(ConfigError):
-    """Something does not fit. `text` says what, beginning with the option that asks for it.
+    """Something does not fit. `text` begins with the option that requests it.
 
-    `changes` are options that would help, as far as one look can tell.
+    `changes` are options that would help; they may not be enough.
     """
 
     def __init__(self, text: str, **changes: Any) -> None:
@@ -101,7 +101,7 @@ def fit_kv_cache(
         spec: what the model's layers cache.
         available: free bytes, weights being loaded; on a GPU all that it has.
         reserved: bytes of these that are not for blocks.
-        quiet: log nothing where the context is made shorter.
+        quiet: do not log that the context is shortened.
 
     Raises:
         ConfigError: what was requested does not fit. The message has what is needed, what is available, what would

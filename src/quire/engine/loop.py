@@ -1,6 +1,6 @@
 """The engine's main loop, the same in a thread and in a process: apply messages, step, send outputs.
 
-It serves any number of clients (`Clients`) and keeps who owns which request: outputs go to the owner alone, only the
+It serves any number of clients (`Clients`) and knows the owner of each request: outputs go to the owner alone, only the
 owner can abort, and the requests of a client that is gone are aborted.
 """
 
@@ -23,7 +23,7 @@ class Clients(Protocol):
 
     @property
     def connected(self) -> list[int]:
-        """All of them, to be sent that nothing runs any more."""
+        """All clients; they are sent the stats when the engine becomes idle."""
 
     @property
     def closed(self) -> bool:
@@ -66,7 +66,7 @@ class RequestOwners:
         return list({owned.request_id for owned in self._owned.values() if owned.client_index == client_index})
 
     def remove(self, client_index: int, ids: Iterable[str]) -> list[str]:
-        """Forget those of these requests and sequences that belong to the client; return them."""
+        """Remove those of these requests and sequences that belong to the client; return them."""
         found = []
         for name in ids:
             owned = self._owned.get(name)
@@ -76,14 +76,14 @@ class RequestOwners:
         return found
 
     def split(self, outputs: list[SequenceOutput]) -> dict[int, list[SequenceOutput]]:
-        """Return the outputs by client, and forget the sequences that they end."""
+        """Return the outputs by client, and remove the sequences that they end."""
         split: dict[int, list[SequenceOutput]] = {}
         if len(self._num_requests) == 1 and outputs:
             split = dict.fromkeys(self._num_requests, outputs)
         else:
             for output in outputs:
                 owned = self._owned.get(output.sequence_id)
-                if owned is not None:  # else the client has aborted it, and cares no more
+                if owned is not None:  # else the client has aborted it
                     split.setdefault(owned.client_index, []).append(output)
         for output in outputs:
             if output.finish_reason is not None and (owned := self._owned.get(output.sequence_id)) is not None:
@@ -91,7 +91,7 @@ class RequestOwners:
         return split
 
     def _end(self, owned: _OwnedRequest, name: str) -> None:
-        """Forget a sequence, or a request with all that it has."""
+        """Remove a sequence, or a request with all its sequences."""
         ended = {name}
         if name == owned.request_id or owned.ids == {name, owned.request_id}:
             ended = owned.ids

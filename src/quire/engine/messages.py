@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 1  # changes with any message that an older peer would misrea
 
 
 class Hello(msgspec.Struct, tag=True):
-    """The first message of a client. `client` says who it is, for the engine's log."""
+    """The first message of a client. `client`: its name, for the engine's log."""
 
     client: str
     protocol: int

@@ -1,8 +1,9 @@
 """The memory plan: what a model would take, and how much would fit, before anything is loaded.
 
-`make_plan` reads config.json and the headers of weight files and puts together what `worker/footprint.py` says of
-weights and steps, what the machine has, and the size of the KV cache that follows; docs/memory.md explains the
-arithmetic. The engine itself starts with `check_before_loading`, so that what cannot fit is refused before it is read.
+`make_plan` reads config.json and the headers of weight files and combines the sizes of weights and steps
+(`worker/footprint.py`), the memory of the machine, and the size of the KV cache that follows; docs/memory.md explains
+the arithmetic. The engine itself starts with `check_before_loading`, so that a model that cannot fit is refused before
+it is read.
 """
 
 from __future__ import annotations

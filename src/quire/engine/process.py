@@ -4,8 +4,8 @@
 
 The parent starts the process, watches it and ends it; it connects clients, itself (`ProcessClient`) or other processes.
 The child inherits a listener, by which clients are connected (`clients.py`), the memory of its heartbeat
-(`heartbeat.py`), and a file for its stacks; it gets its options as JSON on standard input. It lives as long as its
-parent wants, whatever becomes of its clients, and never longer than its parent.
+(`heartbeat.py`), and a file for its stacks; it gets its options as JSON on standard input. The parent decides when it
+ends, clients do not, and it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class EngineProcess:
-    """An engine process as its parent has it. It is started at once, and loads its model.
+    """A parent's handle of an engine process, which is started at once and loads its model.
 
     Args:
-        module: whose `main` the child runs; another one than this one is for tests.
+        module: the child runs its `main`; tests pass another module than this one.
 
     Attributes:
         pid: process id. exit_code: set when the process has ended.
@@ -67,7 +67,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
         self.exit_code: Future[int] = Future()
-        self.exit_code.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self.exit_code.set_running_or_notify_cancel()  # so that it cannot be cancelled
         self._closed = False
         self._num_read = 0  # bytes of `_stacks`
         try:
@@ -79,7 +79,7 @@ class EngineProcess:
                 beat, self._heartbeat = create_heartbeat()
                 theirs.callback(os.close, beat)
                 ours.callback(self._heartbeat.close)
-                # The engine writes its stacks to it when asked, or when it crashes. Both share its position.
+                # The engine writes its stacks to it on `DUMP_SIGNAL` and when it crashes. Both share its position.
                 self._stacks = ours.enter_context(os.fdopen(anonymous_file("quire-stacks"), "rb", buffering=0))
                 inherited = {"listener": listener.fileno(), "heartbeat": beat, "stacks": self._stacks.fileno()}
                 self._process = start_module(
@@ -92,13 +92,13 @@ class EngineProcess:
         self.pid = self._process.pid
         options = {**inherited, "log": logs.settings(), "options": _engine_options(config)}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: clients find out
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: its connections are at their ends
             self._process.stdin.write(json.dumps(options).encode())
             self._process.stdin.close()
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that the engine works on, or did when it ended."""
+        """The requests that the engine is computing, or was computing when it ended."""
         return [] if self._closed else self._heartbeat.request_ids()
 
     def connect(self) -> socket.socket:
@@ -145,7 +145,7 @@ class EngineProcess:
                 if stacks and not piece:
                     break
                 stacks += piece
-        where = stacks or "It does not say where it is."
+        where = stacks or "There are no stacks."
         logger.warning("the engine process %d is at %s\n%s", self.pid, doing, where)
         return stacks
 
@@ -158,7 +158,7 @@ class EngineProcess:
         return data.decode(errors="replace")
 
     async def wait(self) -> int:
-        """Wait until the process has ended, which it is about to do; kill it if it does not. Return its exit code."""
+        """Wait for a process that is about to end, kill it if it does not, and return its exit code."""
         ended = asyncio.wrap_future(self.exit_code)
         try:
             return await asyncio.wait_for(asyncio.shield(ended), EXIT_SECONDS)
@@ -215,13 +215,13 @@ class ProcessClient(EngineClient):
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: bad options or a bad model, as the child said. EngineDeadError: it could not be started, or
+            ConfigError: the child reports bad options or a bad model. EngineDeadError: it could not be started, or
                 ended without a word.
         """
         if self._client is None:
             self.spawn()
         assert self._client is not None and self.process is not None
-        # The end of the connection says the same, unless a process that the engine has started holds it open.
+        # The connection ends, too, unless a process that the engine has started keeps it open.
         asyncio.wrap_future(self.process.exit_code).add_done_callback(self._on_exit)
         try:
             return await self._client.start()
@@ -271,7 +271,7 @@ class ProcessClient(EngineClient):
         else:
             self.process.kill()
             await self.process.wait()
-            message = f"the engine sent what is no message, and was ended: {end}"
+            message = f"the engine sent an invalid message and was killed: {end}"
         stacks = self.process.read_stacks()
         if stacks:
             logger.error("%s; it was here:\n%s", message, stacks)
@@ -290,7 +290,7 @@ def create_client(config: EngineConfig, kind: str) -> EngineClient:
 
 
 def _engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options that an engine needs; those of the server, secrets among them, stay where they are."""
+    """Return the engine's options, without those of the server, which include secrets."""
     values = config.to_kwargs()
     return {item.name: values[item.name] for item in option_fields(CONFIG_GROUPS)}
 
@@ -322,7 +322,7 @@ def serve(
         return 0
     except QuireError as error:
         return clients.fail(Failed(error.message, error.param, error.exit_code))
-    except Exception as error:  # process boundary: clients must hear of whatever ended the engine
+    except Exception as error:  # process boundary: clients must learn what ended the engine
         logger.exception("the engine process failed")
         return clients.fail(Failed(f"the engine failed: {type(error).__name__}"))
     finally:
@@ -331,12 +331,12 @@ def serve(
 
 def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     """Entry point of the child process."""
-    # Ctrl-C, and the SIGTERM of some service managers, reach the whole group; the parent decides what they mean.
+    # Ctrl-C, and the SIGTERM of some service managers, reach the whole process group; the parent handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     logs.setup(**started["log"], process="engine")
-    # The parent puts into its log what is written there: at the signal, or at a crash.
+    # The parent logs what is written there at the signal or at a crash.
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])
     faulthandler.register(DUMP_SIGNAL, started["stacks"])

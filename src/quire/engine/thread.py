@@ -108,7 +108,7 @@ class ThreadClient(EngineClient):
             self._deliver(msgspec.structs.replace(core.ready, incarnation=uuid.uuid4().hex))
             run(core, self._clients)
             self._deliver(EngineDeadError("the engine was closed"))
-        except Exception as error:  # thread boundary: the client must hear of whatever ended the engine
+        except Exception as error:  # thread boundary: the client must learn what ended the engine
             if not isinstance(error, QuireError):
                 logger.exception("the engine thread failed")
             self._deliver(error)

@@ -1,4 +1,4 @@
-"""`Executor`: the engine's view of whoever runs the model. How ranks are reached is `ranks.py`'s business."""
+"""`Executor`: the engine's interface to the ranks that run the model. `ranks.py` has the communication with ranks."""
 
 from __future__ import annotations
 

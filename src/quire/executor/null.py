@@ -122,7 +122,7 @@ class NullExecutor(Executor):
         return child
 
     def _draw_forks(self, forks: list[ForkData], output: ModelOutput) -> None:
-        """Make the forks that sample, whose parents have sampled already."""
+        """Make the forks that sample; their parents have sampled already."""
         drawn: dict[str, int] = {}
         for fork in forks:
             drawn[fork.parent_id] = drawn.get(fork.parent_id, 0) + 1

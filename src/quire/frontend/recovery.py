@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
 STALLED_SECONDS = 1.5  # of unexplained silence, after which the server is not ready
 STACKS_SECONDS = 2.0  # for `dump_stacks`, which takes half a second at most
-SLEPT_SECONDS = 1.0  # a poll that is so late means that this process, and perhaps the engine, was suspended
+SLEPT_SECONDS = 1.0  # a poll delayed by so much means that this process, and perhaps the engine, was suspended
 MIN_LOAD_TIMEOUT = 600.0  # of a new engine until its model is loaded [s]
 LOAD_TIMEOUT_FACTOR = 4.0  # over what the first engine took
 RETRY_SECONDS = 0.2  # before another engine is started after one that did not start; longer after several
@@ -304,7 +304,7 @@ class SupervisedClient:
         try:
             async with asyncio.timeout(STACKS_SECONDS):
                 await client.dump_stacks()
-        except Exception:  # boundary: whatever goes wrong here, the engine must be killed
+        except Exception:  # boundary: the engine must be killed even if this fails
             logger.exception("the stacks of the stuck engine cannot be logged")
         if client is self._client and not self.recovering:
             self._killed = client
