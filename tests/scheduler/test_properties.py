@@ -15,12 +15,10 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import RequestStatus
 from quire.scheduler.unified import UnifiedPlanner
-from tests.scheduler.conftest import VOCAB, check_hashes, continuation
+from tests.scheduler.conftest import VOCAB, check_hashes, continuation, make_request
 
 SCHEDULERS = [UnifiedPlanner, PrefillFirstPlanner]
 OPERATIONS = 150
-GROUPS = 6
-SEEDS_PER_GROUP = 18  # for each scheduler 16,200 operations in all, and the steps to finish
 
 
 def random_options(rng: random.Random, kind: type) -> dict:
@@ -255,11 +253,15 @@ class RandomLoad:
         )
 
 
-@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, GROUPS))])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(12), *(pytest.param(range(at, at + 18), marks=pytest.mark.slow) for at in range(0, 108, 18))],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, kind, group):
+def test_random_load_yields_what_each_request_yields_alone(run, request_of, alone, kind, seeds):
     counts: Counter[str] = Counter()
-    for seed in range(group * SEEDS_PER_GROUP, (group + 1) * SEEDS_PER_GROUP):
+    for seed in seeds:
         load = RandomLoad(run, request_of, kind, seed, random_options(random.Random(seed), kind))
         for _ in range(OPERATIONS):
             load.operate()
@@ -286,32 +288,38 @@ def test_random_load_yields_what_each_request_yields_alone(run, request_of, alon
     )
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "budget"),
-    [
-        *((UnifiedPlanner, budget) for budget in (1, 2, 3, 5, 8, 13, 64)),
-        *((PrefillFirstPlanner, budget) for budget in (12, 17, 64)),
-    ],
-)
-def test_budget_and_pool_size_do_not_change_tokens(run, request_of, kind, budget, caching):
-    """Eight requests beside each other, at every budget and under memory pressure, against each one run alone."""
+def eight_requests():
+    return [make_request(f"r{i}", PROMPTS[i % 3][: 5 + i], 6 + i) for i in range(8)]
 
-    def requests():
-        return [request_of(f"r{i}", PROMPTS[i % 3][: 5 + i], 6 + i) for i in range(8)]
 
+@pytest.fixture(scope="module")
+def tokens_alone(run) -> dict[str, list[int]]:
     alone = {}
-    for request in requests():
+    for request in eight_requests():
         single = run(num_blocks=64, max_num_batched_tokens=64)
         single.add(request)
         single.finish()
         alone |= single.tokens
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget", "caching"),
+    [
+        *((UnifiedPlanner, budget, budget in (2, 5, 13)) for budget in (1, 2, 3, 5, 8, 13, 64)),
+        *((PrefillFirstPlanner, budget, budget == 12) for budget in (12, 17, 64)),
+        (UnifiedPlanner, 64, True),
+        (PrefillFirstPlanner, 64, True),
+    ],
+)
+def test_budget_and_pool_size_do_not_change_tokens(run, tokens_alone, kind, budget, caching):
+    """Eight requests beside each other, at every budget and under memory pressure, against each one run alone."""
     preemptions = 0
     for num_blocks in (7, 9, 14, 64):
         together = run(kind, num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=caching)
-        together.add(*requests())
+        together.add(*eight_requests())
         together.finish()
-        assert together.tokens == alone
+        assert together.tokens == tokens_alone
         preemptions += together.scheduler.stats().num_preemptions
     if budget > 4:
         assert preemptions > 0
