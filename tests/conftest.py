@@ -1,5 +1,6 @@
-"""What holds for every test: logging is afterwards as it was, although commands configure it for their process, and
-Triton's kernels run in its interpreter where there is no GPU. And one server for all who only ask it.
+"""What holds for every test: commands configure logging for their process, and it is restored afterwards; Triton's
+kernels run in its interpreter if there is no GPU; processes that tests start find compiled modules. And the fixture
+`demo_server`, one server that all tests share that change nothing in it.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -18,10 +20,14 @@ from tests.helpers.server import Server, serve
 if not find_gpus():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
+# Images of containers often forbid bytecode files, and each process that a test starts would then compile all of Quire.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported and collected, which stays to the end, from being searched for garbage again and again."""
+    """Keep the garbage collector from traversing what is imported and collected, which lives until the end."""
     gc.disable()
     try:
         return (yield)
@@ -33,21 +39,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A `quire serve` of the built-in model, as README starts it: for tests that change nothing in it."""
+    """A `quire serve` of the built-in model, started as in the README, for tests that change nothing in it."""
     with serve(tmp_path_factory.mktemp("demo") / "log.txt") as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     root = logging.getLogger()
-    level, ours = root.level, _own_handlers(root)
+    level, before = root.level, _own_handlers(root)
     yield
     root.setLevel(level)
     for handler in _own_handlers(root):
-        if handler not in ours:
+        if handler not in before:
             root.removeHandler(handler)
 
 
 def _own_handlers(root: logging.Logger) -> list[logging.Handler]:
-    return [at for at in root.handlers if isinstance(at.formatter, JsonFormatter | TextFormatter)]
+    return [handler for handler in root.handlers if isinstance(handler.formatter, JsonFormatter | TextFormatter)]

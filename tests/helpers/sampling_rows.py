@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine_request import EngineRequest
-from quire.sampling.metadata import SamplingMetadata, SamplingStates, SequenceState
+from quire.sampling.metadata import SamplingMetadata, SamplingStates
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequenceData
@@ -20,13 +20,6 @@ def new_sequence(
     """A sequence that has come this far; `request` are fields of `EngineRequest`."""
     spec = EngineRequest("r", prompt, params, **request)
     return NewSequenceData("r", spec, [], 0, output, seed=params.seed or 0, sampler_state=sampler_state)
-
-
-def state_of(params: SamplingParams, prompt: list[int], output: list[int], size: int, **rest: Any) -> SequenceState:
-    """The state of a sequence with `size` logits, which its options must need."""
-    state = SequenceState(new_sequence(params, prompt, output, **rest), size)
-    assert state.is_needed
-    return state
 
 
 def metadata_of(

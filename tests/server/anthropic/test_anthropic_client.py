@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.anthropic.wire import CALL, HI, LOOK, THOUGHT
 from tests.server.families import front_of
 
-MakeClient = Callable[..., anthropic.Anthropic]
+if TYPE_CHECKING:
+    import anthropic
+
+MakeClient = Callable[..., "anthropic.Anthropic"]
+
+
+@pytest.fixture(scope="module")
+def sdk() -> ModuleType:
+    """The package `anthropic`: its import takes as long as that of PyTorch, and only this file needs it."""
+    return importlib.import_module("anthropic")
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +33,12 @@ def served() -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def connect() -> Iterator[MakeClient]:
+def connect(sdk: ModuleType) -> Iterator[MakeClient]:
     """Makes clients; they are closed at the end."""
     made: list[anthropic.Anthropic] = []
 
     def make(server: LiveServer, api_key: str = "secret", **options: Any) -> anthropic.Anthropic:
-        made.append(anthropic.Anthropic(base_url=server.url, api_key=api_key, max_retries=0, **options))
+        made.append(sdk.Anthropic(base_url=server.url, api_key=api_key, max_retries=0, **options))
         return made[-1]
 
     yield make
@@ -70,39 +80,39 @@ def test_count_tokens(served: LiveServer, connect: MakeClient) -> None:
     assert connect(served).messages.count_tokens(model="fake", messages=HI, system="be").input_tokens == 33
 
 
-def test_a_bearer_token(served: LiveServer) -> None:
-    with anthropic.Anthropic(base_url=served.url, auth_token="secret", api_key=None, max_retries=0) as client:
+def test_a_bearer_token(served: LiveServer, sdk: ModuleType) -> None:
+    with sdk.Anthropic(base_url=served.url, auth_token="secret", api_key=None, max_retries=0) as client:
         assert client.messages.create(model="fake", max_tokens=2, messages=HI).content
 
 
-def test_classes_of_errors(served: LiveServer, connect: MakeClient) -> None:
+def test_classes_of_errors(served: LiveServer, connect: MakeClient, sdk: ModuleType) -> None:
     client = connect(served)
     good: dict[str, Any] = {"model": "fake", "max_tokens": 2, "messages": HI}
     for kind, fields in (
-        (anthropic.BadRequestError, {"max_tokens": 0}),
-        (anthropic.BadRequestError, {"messages": []}),
-        (anthropic.NotFoundError, {"model": "nope"}),
+        (sdk.BadRequestError, {"max_tokens": 0}),
+        (sdk.BadRequestError, {"messages": []}),
+        (sdk.NotFoundError, {"model": "nope"}),
     ):
         with pytest.raises(kind) as caught:
             client.messages.create(**{**good, **fields})
         assert caught.value.request_id
-    with pytest.raises(anthropic.AuthenticationError):
+    with pytest.raises(sdk.AuthenticationError):
         connect(served, "wrong").messages.create(**good)
 
 
-def test_a_server_that_goes_away(make_server: MakeServer, connect: MakeClient) -> None:
+def test_a_server_that_goes_away(make_server: MakeServer, connect: MakeClient, sdk: ModuleType) -> None:
     server = make_server()
     server.context.draining = True
-    with pytest.raises(anthropic.InternalServerError) as caught:
+    with pytest.raises(sdk.InternalServerError) as caught:
         connect(server).messages.create(model="fake", max_tokens=2, messages=HI)
     assert caught.value.status_code == 503
 
 
-def test_an_error_within_a_stream(make_server: MakeServer, connect: MakeClient) -> None:
+def test_an_error_within_a_stream(make_server: MakeServer, connect: MakeClient, sdk: ModuleType) -> None:
     server = make_server(llm={"max_model_len": 100_000})
     with (
         connect(server).messages.create(model="fake", max_tokens=90_000, messages=HI, stream=True) as stream,
-        pytest.raises(anthropic.APIStatusError, match="logits are not finite"),
+        pytest.raises(sdk.APIStatusError, match="logits are not finite"),
     ):
         for number, _ in enumerate(stream):
             if number == 3:
