@@ -63,7 +63,7 @@ def new_weight(backend: GPUBackend, kind: str, shape: tuple[int, int], group: in
         outputs,
         inputs,
         inputs,
-        rounds=rounds,
+        input_format=rounds,
         row_scales=torch.full((outputs,), 1e-3, device=backend.device),
         group_scales=torch.ones((outputs, groups), dtype=torch.float16, device=backend.device) if groups else None,
         group=group,
@@ -170,7 +170,7 @@ def chain(backend: GPUBackend, name: str, model: str, scale: int, *, decides: bo
 def table(backend: GPUBackend, name: str, shape: tuple[int, int], rows: int) -> Case:
     """Return the case of logits, which are float32."""
     weight = new_weight(backend, "float", shape, 0, None)
-    weight.wide = True
+    weight.float32_output = True
     x = torch.randn((rows, shape[1]), device=backend.device).to(backend.act)
     num_bytes = weight.nbytes + rows * (shape[1] * x.element_size() + shape[0] * 4)
     against: dict[str, Run] = {"F.linear, not float32": lambda turn: F.linear(x, weight.data)}

@@ -79,7 +79,7 @@ def coded(backend: GPUBackend, number: int, hidden: int, inner: int, form: str) 
             "group_scales": stack(outputs, inputs // group, dtype=scales) if group else None,
             "table": stack(16, dtype=torch.float32) if kind == "table" else None,
         }
-        return GPULinear(kind, data, outputs, inputs, inputs, gated, rounds=rounds, group=group, **tensors)
+        return GPULinear(kind, data, outputs, inputs, inputs, gated, input_format=rounds, group=group, **tensors)
 
     return PackedExperts(weight(2 * inner, hidden, True), weight(hidden, inner, False))
 

@@ -23,7 +23,7 @@ def weight_of(
         outputs,
         inputs,
         inputs,
-        rounds=rounds or None,
+        input_format=rounds or None,
         row_scales=None if kind == "float" or (group and kind == "table") else torch.empty(outputs),
         group_scales=torch.empty((outputs, groups), dtype=torch.float16) if group else None,
         zeros=torch.empty((outputs, groups), dtype=torch.int16) if zeros else None,

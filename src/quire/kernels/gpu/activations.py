@@ -17,7 +17,7 @@ KINDS = {
 
 
 def activation_number(kind: str, *, gated: bool) -> int:
-    """Return the number of an activation. Raises ConfigError for a name that is none."""
+    """Return the number of an activation. Raises ConfigError for an unknown name."""
     allowed = [name for name in KINDS if name != "none" and (gated or name != "swiglu_oai")]
     if kind not in allowed:
         raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(allowed)}", param="hidden_act")
@@ -26,14 +26,14 @@ def activation_number(kind: str, *, gated: bool) -> int:
 
 @triton.jit
 def _log1p(e):
-    """log(1 + e) for e from 0 to 1, without losing a small e in the sum."""
+    """log(1 + e) for e from 0 to 1, accurate for small e."""
     series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - e * (0.25 - e * 0.2))))
     return tl.where(e < 0.03, series, tl.log(1.0 + e))
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), float32, without a power that overflows."""
+    """1 / (1 + exp(-x)), float32, without overflow."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 

@@ -58,7 +58,7 @@ class ArrayOps:
 
     @property
     def pdl(self) -> bool:
-        """Whether kernels of decode steps may begin while the one before drains, see `pdl.py`."""
+        """Whether kernels of decode steps use programmatic dependent launch, see `pdl.py`."""
         if self._pdl is None or self._pdl[0] is not self.tuned_configs:
             on = self.tuned_configs.get("pdl", "all", {"on": 0})["on"] == 1
             self._pdl = self.tuned_configs, on and self.capability >= (9, 0) and not interpreted()
@@ -79,7 +79,7 @@ class ArrayOps:
         return (array.float() if array.is_floating_point() else array).detach().cpu().numpy()
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Copied to pinned memory after what the current stream has to do before."""
+        """The copy to pinned memory is ordered after the work submitted to the current stream."""
         if self.device.type != "cuda":
             copy = self.to_numpy(array.clone())
             return lambda: copy

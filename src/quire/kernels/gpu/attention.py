@@ -63,7 +63,7 @@ class AttentionOps(ArrayOps):
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`out` is what recordings in pieces want written."""
+        """Piecewise CUDA graphs pass the array to write as `out`."""
         if params.value_size is not None:
             return latent_attention(self, q, cache, metadata, params)
         if self._flashinfer is not None and self._flashinfer.can(cache, metadata, params):

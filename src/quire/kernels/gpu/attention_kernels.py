@@ -57,7 +57,7 @@ class Layer(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a launch goes about it, and is compiled for it.
+    """The tiles of a launch, which its kernel is compiled for.
 
     rows: of a tile: `queries` times `tile_heads` of them are used. head_tiles: tiles of the heads of one KV head.
     keys: that a tile goes through at a time.
@@ -150,7 +150,7 @@ def shares(low, high, splits, TILING: tl.constexpr):
 
 @triton.jit
 def joined(m, total, acc, other_m, other_total, other_acc):
-    """Return a softmax over two sets of keys, in operations that round the same wherever this is compiled into."""
+    """Return the softmax over two sets of keys; rounding is the same in every kernel that calls this."""
     most = tl.maximum(m, other_m)
     safe = tl.where(most == float("-inf"), 0.0, most)
     own, other = tl.exp2(m - safe), tl.exp2(other_m - safe)
@@ -164,7 +164,7 @@ def joined(m, total, acc, other_m, other_total, other_acc):
 
 @triton.jit
 def with_sink(m, total, acc, sink):
-    """Return a softmax with one more logit that has no value."""
+    """Return a softmax with an attention sink: one more logit, without a value."""
     most = tl.maximum(m, sink)
     safe = tl.where(most == float("-inf"), 0.0, most)
     own = tl.exp2(m - safe)

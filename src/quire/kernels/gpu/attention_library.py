@@ -90,7 +90,7 @@ FLOATS = (torch.float16, torch.bfloat16)
 
 
 class FlashInfer:
-    """The package, and the memory that it works in."""
+    """The FlashInfer package and its workspace."""
 
     def __init__(self, package: Any, device: torch.device) -> None:
         self._package = package
@@ -112,14 +112,14 @@ class FlashInfer:
         return cls(importlib.import_module("flashinfer"), device)
 
     def can(self, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams) -> bool:
-        """Whether this is a case for it: lengths known to the host, 16-bit floats, neither sinks nor slopes."""
+        """Whether FlashInfer supports a call: lengths known to the host, 16-bit floats, neither sinks nor slopes."""
         plain = params.sinks is None and params.alibi_slopes is None and params.causal
         return plain and metadata.lengths is not None and cache.data.dtype in FLOATS
 
     def attend(
         self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, params: AttentionParams
     ) -> torch.Tensor:
-        """Its plan is made once a step for all layers of one kind in one group."""
+        """The plan is computed once per step for all layers of one kind in one group."""
         key = (
             "flashinfer",
             params.num_heads,

@@ -24,7 +24,7 @@ WAVES = 4  # splits are for about so many programs a place, so that long sequenc
 
 
 class Launch(NamedTuple):
-    """How one launch of `attention_kernel` goes about it.
+    """The parameters of one launch of `attention_kernel`.
 
     Attributes:
         tiling: what it is compiled for. padded: elements of a head. warps, stages: of the kernel.

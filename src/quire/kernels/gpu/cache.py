@@ -244,11 +244,11 @@ class KVCache:
 
     @property
     def stored(self) -> int:
-        """How vectors are stored, in the words of the kernels: 0 floats, 1 int8, 2 float8_e4m3fn."""
+        """The storage format as kernels number it: 0 floats, 1 int8, 2 float8_e4m3fn."""
         return STORED.get(self.data.dtype, 0)
 
     def sides(self) -> list[torch.Tensor]:
-        """Return all that a block consists of, as bytes: uint8 views [B, n]."""
+        """Return the tensors that blocks consist of, as bytes: uint8 views [B, n]."""
         whole = [self.data] if self.scales is None else [self.data, self.scales]
         return [part.view(torch.uint8).view(part.shape[0], -1) for part in whole]
 
@@ -329,7 +329,7 @@ class CacheOps(ArrayOps):
         return q, k
 
     def copy_blocks(self, cache: KVCache, pairs: np.ndarray) -> None:
-        """Sources are gathered before anything is written."""
+        """All sources are read before any target is written."""
         source, destination = self.from_numpy(np.ascontiguousarray(pairs.T, np.int64))
         for side in cache.sides():
             side[destination] = side[source]

@@ -30,7 +30,7 @@ MAX_THREADS = 16
 
 
 class CompileAhead:
-    """While it is entered, in this thread, kernels are not launched; those that are not compiled yet begin to be.
+    """A context in which this thread launches no kernel; those that are not compiled yet are compiled in a pool.
 
     What a step computes meanwhile must not be used: memory that a kernel would have written is uninitialized. Hence no
     kernel runs at all, since one that was compiled before would take such values for addresses. Leaving the context
@@ -52,9 +52,9 @@ class CompileAhead:
         return self
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
-        """Begin to compile; Triton calls this."""
+        """Start compiling a kernel; Triton calls this."""
         if key not in self._made:
-            self._made[key] = self._pool.submit(_made_ready, compile_it), finish
+            self._made[key] = self._pool.submit(_compile_and_load, compile_it), finish
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -71,8 +71,8 @@ class CompileAhead:
             self._pool.shutdown()
 
 
-def _made_ready(compile_it: Callable[[], Any]) -> Any:
-    """Compile a kernel, and the few lines of C that launch it, and load it to the device."""
+def _compile_and_load(compile_it: Callable[[], Any]) -> Any:
+    """Compile a kernel and its C launcher, and load it onto the device."""
     kernel = compile_it()
     with suppress(TritonError):  # more than the device has: launching it raises this again
         kernel._init_handles()
@@ -93,13 +93,13 @@ def _patch_launches() -> None:
 
 
 def marker(*parts: str) -> Path:
-    """Return the file that says whether kernels for what `parts` name were compiled; it lies among them."""
+    """Return the marker file in Triton's cache that exists once the kernels identified by `parts` are compiled."""
     name = hashlib.sha256("\n".join([triton.__version__, *parts]).encode()).hexdigest()[:32]
     return Path(triton.knobs.cache.dir) / f"quire-{name}"
 
 
 def mark(file: Path) -> None:
-    """Create a marker; where the folder cannot be written nothing is kept anyway."""
+    """Create a marker file; errors are ignored, since an unwritable folder caches no kernels either."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

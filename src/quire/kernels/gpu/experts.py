@@ -65,10 +65,10 @@ class PackedExperts:
         return self.first.kind == self.last.kind == "float"
 
 
-def _alike(weight: GPULinear) -> tuple[object, ...]:
-    """Return all that must be the same for all experts."""
+def _format_of(weight: GPULinear) -> tuple[object, ...]:
+    """Return the format and the shapes, which all experts of a layer must share."""
     shapes = [None if (t := getattr(weight, name)) is None else (t.shape, t.dtype) for name in TENSORS]
-    return weight.kind, weight.inputs, weight.outputs, weight.group, weight.rounds, *shapes
+    return weight.kind, weight.inputs, weight.outputs, weight.group, weight.input_format, *shapes
 
 
 def stack(experts: Iterable[Expert], number: int, pack_linear: Callable[..., GPULinear]) -> PackedExperts:
@@ -81,8 +81,8 @@ def stack(experts: Iterable[Expert], number: int, pack_linear: Callable[..., GPU
     for expert in experts:
         pair = pack_linear(*expert.first, gated=True), pack_linear(*expert.last)
         if made is None:
-            kinds, made = list(map(_alike, pair)), (_room(pair[0], number), _room(pair[1], number))
-        if list(map(_alike, pair)) != kinds:
+            kinds, made = list(map(_format_of, pair)), (_empty_stack(pair[0], number), _empty_stack(pair[1], number))
+        if list(map(_format_of, pair)) != kinds:
             what = "differ in size" if pair[0].kind == made[0].kind == "float" else "are quantized in different ways"
             raise ModelError(f"the experts of a layer {what} (expected the same for all)")
         for whole, one in zip(made, pair, strict=True):
@@ -94,13 +94,13 @@ def stack(experts: Iterable[Expert], number: int, pack_linear: Callable[..., GPU
     return PackedExperts(*made)
 
 
-def _room(one: GPULinear, number: int) -> GPULinear:
-    """Return a weight whose tensors have room for so many."""
+def _empty_stack(one: GPULinear, number: int) -> GPULinear:
+    """Return a weight with uninitialized tensors for `number` experts."""
     tensors: dict[str, Any] = {name: getattr(one, name) for name in TENSORS}
     rooms: dict[str, Any] = {
         name: None if t is None else t.new_empty((number, *t.shape)) for name, t in tensors.items()
     }
-    return replace(one, near_bias=None, launches={}, **rooms)
+    return replace(one, act_bias=None, launches={}, **rooms)
 
 
 class ExpertOps(LinearOps):
@@ -124,12 +124,12 @@ class ExpertOps(LinearOps):
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
         x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(kind, gated=True)
         few = packed.is_float and not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
-        return (self._few if few else self._many)(x, ids, weights, packed, gate)
+        return (self._experts_by_pair if few else self._experts_by_block)(x, ids, weights, packed, gate)
 
-    def _few(
+    def _experts_by_pair(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
-        """Return `experts`, each pair by itself."""
+        """Return `experts`, with one matrix-vector product for each pair of a token and an expert."""
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
 
@@ -150,10 +150,10 @@ class ExpertOps(LinearOps):
         )
         return out
 
-    def _many(
+    def _experts_by_block(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
     ) -> torch.Tensor:
-        """Return `experts`, by blocks of rows of one expert."""
+        """Return `experts`, with a grouped product: pairs sorted by expert, in blocks of rows."""
         size = 64 if self.batch_invariant else self._block_size(ids.numel(), packed.sizes[0])
         multiply = self._float_product
         if not packed.is_float:
@@ -183,12 +183,12 @@ class ExpertOps(LinearOps):
         """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
         pairs, outputs = x.shape[0] * top_k, weight.outputs // (2 if gate else 1)
         scales = None
-        if weight.rounds is not None:
-            x, scales = quantize_rows(x, e4m3=weight.rounds == "e4m3", depth=weight.depth)
+        if weight.input_format is not None:
+            x, scales = quantize_rows(x, e4m3=weight.input_format == "e4m3", depth=weight.depth)
         else:
             x = x.to(self.act)
         key = f"{weight.kind}:{weight.outputs}x{weight.inputs}:m{blocks.size}"
-        tiles = self.tuned_configs.get("experts_coded", key, tiles_coded(weight, blocks.size, self.act))
+        tiles = self.tuned_configs.get("experts_coded", key, coded_tiles(weight, blocks.size, self.act))
         form = self.gemm_form(weight, x.shape[1], {**tiles, "BM": blocks.size, "GROUP": TOGETHER})
         out = torch.empty((pairs, outputs), dtype=self.act, device=x.device)
         num_blocks = blocks.experts.shape[0]
@@ -199,14 +199,14 @@ class ExpertOps(LinearOps):
         return out
 
     def _block_size(self, pairs: int, number: int) -> int:
-        """Return rows of a block: about as many as an expert has, for what a block lacks is computed for nothing."""
+        """Return the rows of a block: about as many as an expert has on average, so that little is padding."""
         each = pairs / number
         default = 16 if each <= 12 else 32 if each <= 32 else 64 if each <= 96 else 128
         return self.tuned_configs.get("experts_blocks", f"{default}", {"m": default})["m"]
 
 
 def few_pairs(tokens: int, top_k: int, number: int) -> bool:
-    """Whether each pair is computed by itself: with one token, or where hardly any two choose the same expert."""
+    """Whether pairs are computed one by one: for one token, or if hardly any two tokens share an expert."""
     return tokens == 1 or (tokens <= MAX_ROWS and 4 * tokens * top_k <= number)
 
 
@@ -216,9 +216,9 @@ def float_tiles(kernel: str, size: int, act: torch.dtype) -> KernelConfig:
     return dict(zip(("n", "k", "warps", "stages"), tiles[kernel == "experts_out"], strict=True))
 
 
-def tiles_coded(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:
-    """Return tiles for blocks of `size` rows; fp8's sums are cut at 128 of K, below which a step must not be."""
-    bytes_ = weight.rounds is not None and weight.group == 0
+def coded_tiles(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:
+    """Return tiles for blocks of `size` rows. fp8 sums are split every 128 inputs, so that BK is at least that."""
+    bytes_ = weight.input_format is not None and weight.group == 0
     if act is torch.float32:
         return {"BN": 32, "BK": 128 if bytes_ else 64, "num_warps": 4, "num_stages": 2}
     if size <= 32:

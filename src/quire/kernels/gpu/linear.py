@@ -51,18 +51,18 @@ def gate_kernel(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.
 
 
 def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
-    """Return what the choice of a tile for a few rows is stored under."""
+    """Return the key of `gemv_kernel`'s tuned configuration."""
     return f"{weight.kind}:{rows}:{weight.outputs}x{weight.inputs}{':gated' if gated else ''}"
 
 
 def gemm_key(weight: GPULinear, rows: int, *, invariant: bool) -> str:
-    """Return what the choice of a tile is stored under; `rows` is one of TILE_ROWS."""
+    """Return the key of `gemm_kernel`'s tuned configuration; `rows` is one of TILE_ROWS."""
     return f"{weight.kind}:{rows}:{weight.outputs}x{weight.inputs}{':invariant' if invariant else ''}"
 
 
-def launch_options(choice: KernelConfig) -> dict[str, int]:
-    """Return what of a choice is no tile, but said to Triton."""
-    return {"num_warps": choice["num_warps"], "num_stages": choice["num_stages"]}
+def launch_options(config: KernelConfig) -> dict[str, int]:
+    """Return the options of a configuration that Triton takes at launch."""
+    return {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
 
 
 class LinearOps(ArrayOps):
@@ -73,7 +73,7 @@ class LinearOps(ArrayOps):
 
     @property
     def staging(self) -> Staging:
-        """What brings weights to the device."""
+        """Pinned buffers through which weights are copied to the device."""
         if self._staging is None:
             self._staging = Staging(self.device)
         return self._staging
@@ -95,11 +95,11 @@ class LinearOps(ArrayOps):
     ) -> GPULinear:
         """Products with `table` and `exact` weights are float32."""
         made = self._pack(parts, table=table, exact=exact)
-        made.gated, made.wide = gated, table or exact
+        made.gated, made.float32_output = gated, table or exact
         if biases is not None:
             made.bias = torch.cat([self.vector(part).reshape(-1) for part in biases])
-            if made.kind == "float" or made.rounds == "e4m3":
-                made.near_bias = made.bias.to(self.act)
+            if made.kind == "float" or made.input_format == "e4m3":
+                made.act_bias = made.bias.to(self.act)
         return made
 
     def _pack(self, parts: Sequence[Tensor], *, table: bool, exact: bool) -> GPULinear:
@@ -160,9 +160,9 @@ class LinearOps(ArrayOps):
         return out
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """cuBLAS writes where rows belong."""
+        """cuBLAS writes its results in place, between those of other heads."""
         heads, outputs, inputs = weight.shape
-        x = self._near(x)
+        x = self._as_act(x)
         tokens = x.shape[0] // heads
         out = torch.empty((tokens, heads, outputs), dtype=self.act, device=x.device)
         if not self.batch_invariant:
@@ -172,7 +172,7 @@ class LinearOps(ArrayOps):
         return out.view(tokens * heads, outputs)
 
     def _launches(self, weight: GPULinear) -> dict[Any, Any]:
-        """Return what was worked out for a weight, forgotten when other configurations are loaded."""
+        """Return the cached launch parameters of a weight; loading other configurations clears them."""
         if weight.launches.get("configs") is not self.tuned_configs:
             weight.launches.clear()
             weight.launches["configs"] = self.tuned_configs
@@ -180,7 +180,7 @@ class LinearOps(ArrayOps):
 
     @property
     def _compiled(self) -> bool:
-        """Whether kernels are machine code; in Triton's interpreter what counts is how many programs there are."""
+        """Whether kernels are compiled; Triton's interpreter needs few, large programs instead."""
         if self._is_compiled is None:
             self._is_compiled = not interpreted()
         return self._is_compiled
@@ -189,13 +189,13 @@ class LinearOps(ArrayOps):
     def _native(self) -> bool:
         return self.capability >= NATIVE_FP8
 
-    def _near(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x in `act`, elements of a row side by side."""
+    def _as_act(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x in `act`, with contiguous rows."""
         x = x if x.dtype == self.act else x.to(self.act)
         return x if x.stride(-1) == 1 else x.contiguous()
 
     def _is_gemv(self, rows: int, weight: GPULinear) -> bool:
-        """Whether so few rows are faster through `gemv_kernel`; never where bits must not depend on their number."""
+        """Whether `gemv_kernel` multiplies so few rows; never if results must be batch-invariant."""
         if self.batch_invariant or not 0 < rows <= MAX_GEMV_ROWS:
             return False
         launches = self._launches(weight)
@@ -203,25 +203,27 @@ class LinearOps(ArrayOps):
         if known is None:
             key = f"{weight.kind}:{weight.outputs}x{weight.inputs}"
             most = MAX_NIBBLE_ROWS if weight.kind in NIBBLES else MAX_GEMV_ROWS
-            default = {"rows": most if self._compiled or weight.kind != "float" else 0}  # interpreted it takes seconds
+            default = {
+                "rows": most if self._compiled or weight.kind != "float" else 0
+            }  # the interpreter needs seconds for it
             known = launches["most rows"] = self.tuned_configs.get("gemv_rows", key, default)
         return bool(rows <= known["rows"])
 
     def _product(self, x: torch.Tensor, weight: GPULinear, gate: int) -> torch.Tensor:
-        """Return x @ weight.T with its bias, and with `gate`, an activation's number, gated."""
+        """Return x @ weight.T + bias; with `gate`, an activation's number, activation(gate) * up of it."""
         rows = x.shape[0]
         gemv = self._is_gemv(rows, weight)
         if weight.kind == "float" and not gemv and not self.batch_invariant:
-            return self._blas(self._near(x), weight)
+            return self._blas(self._as_act(x), weight)
         scales = None
-        if weight.rounds is None:
-            x = self._near(x)
+        if weight.input_format is None:
+            x = self._as_act(x)
         else:
             x = x if x.stride(-1) == 1 else x.contiguous()
-            x, scales = quantize_rows(x, e4m3=weight.rounds == "e4m3", order=weight.order, depth=weight.depth)
+            x, scales = quantize_rows(x, e4m3=weight.input_format == "e4m3", order=weight.order, depth=weight.depth)
         if scales is not None and not gemv and self._is_scaled_blas(weight):
             return self._scaled_blas(x, scales, weight)
-        out_type = torch.float32 if weight.wide else self.act
+        out_type = torch.float32 if weight.float32_output else self.act
         width = weight.outputs // 2 if gate else weight.outputs
         out = torch.empty((rows, width), dtype=out_type, device=self.device)
         if gemv:
@@ -231,9 +233,9 @@ class LinearOps(ArrayOps):
         return out
 
     def _blas(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
-        """Return the product of floats, by cuBLAS."""
-        if not weight.wide or self.act == torch.float32:
-            return F.linear(x, weight.data, weight.near_bias)
+        """Multiply floats with cuBLAS."""
+        if not weight.float32_output or self.act == torch.float32:
+            return F.linear(x, weight.data, weight.act_bias)
         if self.device.type == "cuda":
             out = torch.mm(x, weight.data.t(), out_dtype=torch.float32)
         else:
@@ -241,9 +243,9 @@ class LinearOps(ArrayOps):
         return out if weight.bias is None else out.add_(weight.bias)
 
     def _is_scaled_blas(self, weight: GPULinear) -> bool:
-        """Whether cuBLAS multiplies E4M3 with scales by rows: in bfloat16, where 16 divides both sides."""
+        """Whether cuBLAS multiplies E4M3 with row scales: for bfloat16 results and sizes that 16 divides."""
         return (
-            weight.rounds == "e4m3"
+            weight.input_format == "e4m3"
             and not self.batch_invariant
             and self.device.type == "cuda"
             and self.capability >= (9, 0)
@@ -259,14 +261,14 @@ class LinearOps(ArrayOps):
             weight.data.view(torch.float8_e4m3fn).t(),
             scale_a=scales[:, None],
             scale_b=weight.row_scales[None, :],
-            bias=weight.near_bias,
+            bias=weight.act_bias,
             out_dtype=torch.bfloat16,
         )
 
     def _gemv(
         self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor, gate: int
     ) -> None:
-        """Launch `gemv_kernel` for x, which is rounded if there are scales."""
+        """Launch `gemv_kernel` for x, which is quantized if there are scales."""
         launches, key = self._launches(weight), ("gemv", gate, x.shape[0])
         found = launches.get(key)
         if found is None:
@@ -277,13 +279,13 @@ class LinearOps(ArrayOps):
         gemv_kernel[grid](inputs, weight.tensors(), rows_of(out), *sizes, FORM=form, **options)
 
     def _gemv_form(self, weight: GPULinear, rows: int, gate: int) -> tuple[Gemv, int]:
-        """Return what `gemv_kernel` is compiled for, and its warps.
+        """Return the compile-time constants of `gemv_kernel`, and its number of warps.
 
         A program reads as many chunks of 16 bytes as a row has, up to four warps of them, and few rows of the weight.
         Memory of 4.2 TB/s that answers after 0.7 us has 22 KB on their way for each of 132 multiprocessors. With 1024
         outputs there are but 8 programs of 128 threads on each: a thread then has two loads of 16 bytes at a time.
         """
-        inputs = weight.depth if weight.rounds else weight.inputs
+        inputs = weight.depth if weight.input_format else weight.inputs
         nibbles, gated = weight.kind in NIBBLES, gate > 0
         elements = 16 // weight.data.element_size()
         chunk = 2 * elements if nibbles else elements
@@ -307,12 +309,12 @@ class LinearOps(ArrayOps):
             pieces = prefetch_pieces(row_bytes, rows_each, -(-width // choice["BN"]), self.num_sms)
         # An unmasked half of a chunk of nibbles must not pass the end either.
         even, tile = inputs % (choice["NCH"] * chunk) == 0, (choice["BN"], choice["NCH"], elements)
-        kind, x_codes = KINDS[weight.kind], weight.rounds == "e4m3"
+        kind, x_codes = KINDS[weight.kind], weight.input_format == "e4m3"
         form = Gemv(rows, kind, weight.group, x_codes, gate, self._native, even, *tile, self.pdl, pieces)
         return form, choice["num_warps"]
 
     def _gemm(self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor) -> None:
-        """Launch `gemm_kernel` for x, which is rounded if there are scales."""
+        """Launch `gemm_kernel` for x, which is quantized if there are scales."""
         rows = 64 if self.batch_invariant else next((m for m in TILE_ROWS if x.shape[0] <= m), TILE_ROWS[-1])
         launches = self._launches(weight)
         found = launches.get(rows)
@@ -325,20 +327,20 @@ class LinearOps(ArrayOps):
         gemm_kernel[(tiles, 1)](inputs, weight.tensors(), rows_of(out), *sizes, None, FORM=form, **options)
 
     def gemm_form(self, weight: GPULinear, depth: int, choice: KernelConfig) -> Gemm:
-        """Return what products of rows of `depth` elements with a weight are compiled for."""
-        kind, x_codes, even = KINDS[weight.kind], weight.rounds == "e4m3", depth % choice["BK"] == 0
+        """Return the compile-time constants of `gemm_kernel` for rows of `depth` elements."""
+        kind, x_codes, even = KINDS[weight.kind], weight.input_format == "e4m3", depth % choice["BK"] == 0
         tile = choice["BM"], choice["BN"], choice["BK"], choice["GROUP"]
         act = TL_TYPES[self.act]
         return Gemm(kind, weight.group, x_codes, self._is_direct(weight), self._native, even, act, *tile)
 
     def _is_direct(self, weight: GPULinear) -> bool:
-        """Whether both sides of a product are multiplied as they are stored."""
+        """Whether both operands are multiplied in the formats they are stored in."""
         if weight.kind == "int8":
-            return weight.rounds == "int8" and weight.group == 0
-        return weight.kind == "float" or (weight.rounds == "e4m3" and self._native and self._compiled)
+            return weight.input_format == "int8" and weight.group == 0
+        return weight.kind == "float" or (weight.input_format == "e4m3" and self._native and self._compiled)
 
     def _gemm_choice(self, weight: GPULinear, rows: int) -> KernelConfig:
-        """Return the tile for so many rows of x: steps of 128 bytes of K, and the more rows the larger."""
+        """Return the configuration for so many rows of x: K in steps of 128 bytes, larger tiles for more rows."""
         direct = self._is_direct(weight)
         size = weight.data.element_size() if direct else 2
         default: KernelConfig = {"BM": rows, "BN": 128, "BK": 128 // size, "GROUP": 8, "num_warps": 4, "num_stages": 4}
@@ -360,7 +362,7 @@ class LinearOps(ArrayOps):
         return self.tuned_configs.get("gemm", gemm_key(weight, rows, invariant=self.batch_invariant), default)
 
     def _gemm_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch `gemm_kernel` for one matrix for each head, tiles by the shape of the weight alone."""
+        """Launch `gemm_kernel` for one matrix per head; its tile depends on the shape of the weight alone."""
         tokens, heads, outputs = out.shape
         inputs = weight.shape[2]
         default: KernelConfig = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "num_warps": 4, "num_stages": 3}

@@ -115,13 +115,13 @@ class GPULinear:
         kind: one of `linear_codes.KINDS`.
         data: floats [N, K], int8 or uint8 [N, depth], or nibbles uint8 [N, depth / 2].
         outputs, inputs, depth: N, K, and K as stored. gated: whether N are the rows of gate, then those of up.
-        wide: whether products are float32, not of the backend's `act`.
-        bias: float32 [N] or None; near_bias: the same in `act`, for cuBLAS.
-        rounds: what inputs are rounded to, "int8", "e4m3" or None.
+        float32_output: whether products are float32, not of the backend's `act`.
+        bias: float32 [N] or None; act_bias: the same in `act`, for cuBLAS.
+        input_format: what inputs are quantized to, "int8" or "e4m3"; None for inputs in `act`.
         row_scales: float32 [N] or None. group_scales: [N, groups] or None. zeros: int16, likewise; 8 where they are
             None for nibbles that are integers. group: inputs that share them, 0 for none.
         order: int32 [K], column k belongs to input order[k]; None for 0, 1, ... table: float32 [16] of codes.
-        launches: what `linear.py` has worked out for a number of rows.
+        launches: launch parameters that `linear.py` has chosen, by number of rows.
     """
 
     kind: str
@@ -130,10 +130,10 @@ class GPULinear:
     inputs: int
     depth: int
     gated: bool = False
-    wide: bool = False
+    float32_output: bool = False
     bias: torch.Tensor | None = None
-    near_bias: torch.Tensor | None = None
-    rounds: str | None = None
+    act_bias: torch.Tensor | None = None
+    input_format: str | None = None
     row_scales: torch.Tensor | None = None
     group_scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
@@ -152,7 +152,7 @@ class GPULinear:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        staged = self.data, self.bias, self.near_bias, self.row_scales, self.group_scales, self.zeros, self.order
+        staged = self.data, self.bias, self.act_bias, self.row_scales, self.group_scales, self.zeros, self.order
         return sum(tensor.nbytes for tensor in (*staged, self.table) if tensor is not None)
 
 
@@ -167,7 +167,7 @@ def _total(parts: Sequence[Tensor]) -> int:
 
 
 def pack_floats(parts: Sequence[Tensor], act: torch.dtype, staging: Staging) -> GPULinear:
-    """Stack parts as floats."""
+    """Stack parts as floats of `act`."""
     outputs, inputs = _total(parts), parts[0].shape[1]
     data = torch.empty((outputs, inputs), dtype=act, device=staging.device)
     first = 0
@@ -203,15 +203,23 @@ def pack_quantized(parts: Sequence[Tensor], quantization: str, staging: Staging,
             padded = torch.nn.functional.pad(made.q + 8, (0, depth - inputs)).to(torch.uint8)
             data[rows] = pack_nibbles(padded)
         first += part.shape[0]
-    rounds = None if quantization == "int8-weight-only" else "e4m3" if quantization == "fp8" else "int8"
+    input_format = None if quantization == "int8-weight-only" else "e4m3" if quantization == "fp8" else "int8"
     group = INT4_GROUP if four else 0
     return GPULinear(
-        kind, data, outputs, inputs, depth, rounds=rounds, row_scales=scales, group_scales=relative, group=group
+        kind,
+        data,
+        outputs,
+        inputs,
+        depth,
+        input_format=input_format,
+        row_scales=scales,
+        group_scales=relative,
+        group=group,
     )
 
 
 def pack_stored(parts: Sequence[Tensor], layout: Layout, staging: Staging) -> GPULinear | None:
-    """Hold parts as they are stored, of which each has this layout; None if their columns are in different orders."""
+    """Pack parts of this layout without requantizing them; None if their columns are in different orders."""
     return _CheckpointPacker(parts, layout, staging).pack()
 
 
@@ -237,7 +245,7 @@ class _CheckpointPacker:
             outputs,
             inputs,
             depth,
-            rounds="int8" if integers else None,
+            input_format="int8" if integers else None,
             row_scales=torch.empty(outputs, dtype=torch.float32, device=device) if scaled else None,
             group_scales=torch.zeros((outputs, groups), dtype=short, device=device) if groups else None,
             zeros=torch.zeros((outputs, groups), dtype=torch.int16, device=device) if layout.zeros else None,

@@ -71,7 +71,7 @@ def missing_packages() -> list[str]:
 
 
 def torch_for_cpus() -> str | None:
-    """Return PyTorch's version if it is one that knows no GPUs, as its name for a version says; it is not imported."""
+    """Return PyTorch's version if it is a build for CPUs, from its metadata; PyTorch is not imported."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -133,7 +133,7 @@ class _NVMLMemory(ctypes.Structure):
 
 
 def gpu_memory(index: int = 0) -> DeviceMemory:
-    """Return what GPU `index`, as this process counts them, has, and what of it is taken before anything is loaded.
+    """Return the total memory of GPU `index`, as this process counts them, and the bytes in use.
 
     Where NVML does not answer, nothing counts as taken; once a model is loaded, PyTorch says it exactly. Where Triton's
     interpreter stands in for a GPU, its memory is the host's.
@@ -161,7 +161,7 @@ def used_memory(index: int = 0) -> int | None:
         return None
     try:
         handle, memory = ctypes.c_void_p(), _NVMLMemory()
-        # By its name, for NVML counts GPUs that this process may not use.
+        # By UUID, since NVML also counts GPUs hidden from this process.
         if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
             return None
         if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
@@ -172,7 +172,7 @@ def used_memory(index: int = 0) -> int | None:
 
 
 def _uuid(index: int) -> str | None:
-    """Return a GPU's name as NVML spells it."""
+    """Return a GPU's UUID as NVML spells it."""
     cuda = _library("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * _UUID_BYTES)()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):

@@ -127,7 +127,7 @@ def rotary_kernel(q, k, positions, table, tokens, FORM: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """tanh, as good near 0 as elsewhere."""
+    """tanh, accurate near 0."""
     square = x * x
     series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * 62.0 / 2835.0))))
     e = tl.exp(-2.0 * tl.abs(x))
@@ -170,7 +170,7 @@ class RowOps(ArrayOps):
         return self._norm(x, None, weight, None, eps, centered=False)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The norm is that of the sum as it is rounded in `residual`."""
+        """The norm is computed from the sum as rounded to the type of `residual`."""
         return self._norm(x, whole_rows(residual), weight, None, eps, centered=False)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -230,7 +230,7 @@ class RowOps(ArrayOps):
         )
 
     def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """What is float32 stays so: gates of states are, and are too fine for less."""
+        """The result has the type of x: the gates of recurrent states are float32 and need its precision."""
         number, source = activation_number(kind, gated=False), as_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         count = source.numel()

@@ -36,7 +36,7 @@ class SamplingOps(ArrayOps):
     """Logits and sampling."""
 
     def apply_penalties(self, logits: torch.Tensor, penalties: Penalties, last: DeviceTokens | None = None) -> None:
-        """Everything goes to the device in one copy."""
+        """All arguments are copied to the device together."""
         rows, starts, ids, counts, *factors = penalties
         count, places = len(ids), len(rows)
         if not count and last is None:
@@ -76,7 +76,7 @@ class SamplingOps(ArrayOps):
             add_values[grid](logits, logits.stride(0), self.from_numpy(entries), count, ENTRIES)
 
     def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
-        """Masks go to the device as bits."""
+        """Masks are copied to the device as bits."""
         padded = np.pad(mask, ((0, 0), (0, -mask.shape[1] % 32)))
         self.apply_bitmask(logits, rows, np.packbits(padded, axis=1, bitorder="little").view(np.int32))
 
@@ -131,7 +131,7 @@ class SamplingOps(ArrayOps):
         return draw(logits, given, part, choice["rounds"], warps, weigh, read)
 
     def draw_key(self, rows: int) -> str:
-        """Return what a choice for `draw` is stored by: whether rows are cut, as there are two processors for each."""
+        """Return the key of `draw`'s tuned configuration: whether rows are split, with two multiprocessors for each."""
         return "few rows" if 2 * rows <= self.num_sms else "more rows"
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:

@@ -146,7 +146,7 @@ def scan(x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: 
 
 @triton.jit
 def _product(x, y):
-    """x @ y, as good as in float32, of y in float32 and x in any type.
+    """x @ y with the precision of float32, for y in float32 and x in any type.
 
     Where x has 16 bits, so has each of two numbers that y is the sum of, but for a part in 2^17 or less.
     """
@@ -449,7 +449,7 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`out` is what recordings in pieces want written.
+        """Piecewise CUDA graphs pass the array to write as `out`.
 
         How a prompt is cut into steps shows in the last bits, unless results must not depend on the batch.
         """
@@ -462,7 +462,7 @@ class StateOps(ArrayOps):
         return out
 
     def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
-        """All at once, each from where its last source had its own from."""
+        """All copies are one gather: chains of copies are resolved to their first source."""
         origins: dict[int, int] = {}
         for source, destination in pairs.tolist():
             origins[destination] = origins.get(source, source)

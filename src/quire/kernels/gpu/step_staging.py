@@ -38,7 +38,7 @@ def _unpack(heads, numbers, HEAD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class _Buffer:
-    """Memory of the host that the device copies from; it may be filled again once `wait` has returned."""
+    """A pinned buffer that the device copies from; it may be filled again once `wait` has returned."""
 
     def __init__(self, words: int, on_gpu: bool) -> None:
         self.tensor = torch.empty(words, dtype=torch.int32, pin_memory=on_gpu)
@@ -48,12 +48,12 @@ class _Buffer:
         self._used = False
 
     def wait(self) -> None:
-        """Wait until the last copy from here is done."""
+        """Wait for the last copy from this buffer."""
         if self._used and self._copied is not None:
             self._copied.synchronize()
 
     def note(self) -> None:
-        """Note that a copy was launched."""
+        """Record an event after a copy from this buffer."""
         self._used = True
         if self._copied is not None:
             self._copied.record()
@@ -111,7 +111,7 @@ class PackedStager:
         self._longest = max(self._longest, rows * count)
 
     def _grow(self, needed: int) -> None:
-        """Exchange the buffer that is being filled for a larger one; the others follow when it is their turn."""
+        """Replace the buffer being filled by a larger one; the others grow when they are filled next."""
         self._size = max(self._size, triton.next_power_of_2(needed))
         larger = self._new_buffer()
         larger.words[: self._end] = self._buffer.words[: self._end]

@@ -34,7 +34,7 @@ class Streams:
         return self._own.get(stream) or torch.cuda.current_stream()
 
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Have `work` done; what it reads must stay as it is until then."""
+        """Submit `work`; what it reads must not change until it has run."""
         if stream not in self._own:
             work()
             return
@@ -42,7 +42,7 @@ class Streams:
             work()
 
     def record(self, stream: Stream) -> Event:
-        """Return an event that is reached when all is done that was submitted to the stream so far."""
+        """Return an event that completes when all work submitted to the stream so far has run."""
         if not self._on_gpu:
             return None
         event = torch.cuda.Event()
@@ -50,16 +50,16 @@ class Streams:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Have what is submitted to the stream from now on wait for the event."""
+        """Make later work of the stream wait for the event."""
         if event is not None:
             self._stream(stream).wait_event(event)
 
     def query(self, event: Event) -> bool:
-        """Whether an event is reached by now."""
+        """Whether an event has completed."""
         return event is None or bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        """Return when an event is reached; from any thread."""
+        """Block until an event completes; any thread may call this."""
         if event is not None:
             event.synchronize()
 

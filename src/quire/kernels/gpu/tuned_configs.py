@@ -32,6 +32,6 @@ class TunedConfigs:
         return cls(json.loads(file.read_text())["choices"]) if file.is_file() else cls()
 
     def get(self, kernel: str, key: str, default: KernelConfig) -> KernelConfig:
-        """Return the choice for a kernel and key. Both name the same parameters, or the stored one is not used."""
+        """Return the stored configuration of a kernel and key if it has the parameters of `default`, else `default`."""
         stored = self._table.get(kernel, {}).get(key)
         return dict(stored) if stored is not None and stored.keys() == default.keys() else default
