@@ -20,7 +20,7 @@ def packed_nbytes(weight: Weight) -> int:
 
 def unpacked(weight: IntLinear | CodedLinear, ids: np.ndarray) -> np.ndarray:
     """Return rows `ids` of a packed weight as float32 [len(ids), K]."""
-    columns = weight.columns(np.asarray(ids))
+    columns = weight.packed_columns(np.asarray(ids))
     block, lane = columns // 16, columns % 16
     words = weight.data.reshape(-1, weight.depth * weight.bits // 32, 16)[block, :, lane]
     return (_integers if isinstance(weight, IntLinear) else _codes)(weight, words, block, lane)  # type: ignore[arg-type]

@@ -14,28 +14,21 @@ from quire.kernels.cpu.simd import HAS_BF16_DOT
 from quire.kernels.reference import ReferenceBackend
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Every kernel of `linear`: dtype and simd_level
+# Every kernel of `linear`: dtype, and whether it uses dot products
 LINEARS = [
-    ("float32", "generic"),
-    ("bfloat16", "generic"),
-    pytest.param(
-        "bfloat16", "avx512_bf16", marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
-    ),
-    ("float16", "generic"),
+    ("float32", False),
+    ("bfloat16", False),
+    pytest.param("bfloat16", True, marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")),
+    ("float16", False),
 ]
 
 
 def pair(
-    dtype: str = "float32", kv_dtype: str | None = None, simd_level: str | None = None
+    dtype: str = "float32", kv_dtype: str | None = None, *, dot_products: bool = True
 ) -> tuple[CPUBackend, ReferenceBackend]:
     """Return the CPU backend and its oracle, which rounds the inputs of `linear` if the former does."""
-    cpu = CPUBackend(dtype, kv_dtype or dtype, simd_level=simd_level)
-    return cpu, ReferenceBackend(dtype, kv_dtype or dtype, round_linear_inputs=rounds_inputs(dtype, cpu.simd_level))
-
-
-def rounds_inputs(dtype: str, simd_level: str) -> bool:
-    """Say whether `linear` rounds its inputs to bfloat16."""
-    return (dtype, simd_level) == ("bfloat16", "avx512_bf16")
+    cpu = CPUBackend(dtype, kv_dtype or dtype, dot_products=dot_products)
+    return cpu, ReferenceBackend(dtype, kv_dtype or dtype, round_linear_inputs=dtype == "bfloat16" and cpu.bf16_dot)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -16,7 +16,17 @@ from quire.kernels.cpu.attention import (
     Plan,
     make_plan,
 )
-from quire.kernels.cpu.attention_kernels import COST, COUNT, FIRST, LAST, POSITION, ROW, SEQUENCE, SLOT, SLOTS
+from quire.kernels.cpu.attention_kernels import (
+    COST,
+    COUNT,
+    FIRST,
+    FIRST_PARTIAL,
+    LAST,
+    NUM_PARTIALS,
+    POSITION,
+    ROW,
+    SEQUENCE,
+)
 from quire.kernels.cpu.sizes import ITEMS_PER_THREAD, SPLIT_ROWS
 from quire.kernels.cpu.threads import Launcher
 
@@ -79,12 +89,15 @@ def test_every_query_sees_every_segment_once(steps: list[tuple[int, int]], windo
             assert all((s, row, segment) in seen for segment in range(low // SEGMENT, position // SEGMENT + 1))
             row += 1
     assert {int(item[POSITION]) for item in items} <= {p for c, n in steps for p in range(n - c, n)}
-    slots = [
-        int(m[SLOT]) + head * int(m[SLOTS]) + g for m in merges for head in (0, 1) for g in range(m[FIRST], m[LAST])
+    partials = [
+        int(m[FIRST_PARTIAL]) + head * int(m[NUM_PARTIALS]) + g
+        for m in merges
+        for head in (0, 1)
+        for g in range(m[FIRST], m[LAST])
     ]
-    assert sorted(slots) == list(range(len(slots)))
-    assert len(slots) <= len(plan.partials)
-    assert sum(int(item[SLOTS]) > 0 for item in items) >= 2 * len(merges)
+    assert sorted(partials) == list(range(len(partials)))
+    assert len(partials) <= len(plan.partials)
+    assert sum(int(item[NUM_PARTIALS]) > 0 for item in items) >= 2 * len(merges)
 
 
 @pytest.mark.parametrize("threads", [2, 5, 16])
@@ -95,7 +108,7 @@ def test_one_long_context_occupies_all_threads(threads: int) -> None:
     assert items[:, COST].max() <= 2 * items[:, COST].mean()
 
 
-def test_rows_of_a_split_unit_fit_its_slots() -> None:
+def test_rows_of_a_split_unit_fit_a_partial_result() -> None:
     _, _, merges = plan_of([(5, 40_000), (9, 40_000), (1, 40_000)], 8)
     assert 0 < merges[:, COUNT].max() <= SPLIT_ROWS // 3
 
@@ -103,7 +116,7 @@ def test_rows_of_a_split_unit_fit_its_slots() -> None:
 def test_one_thread_splits_nothing_and_shares_nothing() -> None:
     plan, items, merges = plan_of([(1, 100_000), (70, 70)], 1)
     assert (plan.words[ATTEND_SHARED], len(merges)) == (0, 0)
-    assert (items[:, SLOTS] == 0).all()
+    assert (items[:, NUM_PARTIALS] == 0).all()
 
 
 def test_little_work_is_left_to_one_thread() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.backend import SamplingOptions
+from quire.kernels.backend import Penalties, SamplingOptions
 from quire.kernels.cpu import sampling
 from quire.kernels.cpu.sampling import logprobs_of, row_maxima
 from quire.kernels.cpu.threads import Launcher
@@ -34,7 +34,7 @@ def sample(launcher: Launcher, logits: np.ndarray, *options: object) -> np.ndarr
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_survey_finds_the_first_largest(launchers: list[Launcher], size: int) -> None:
+def test_row_maxima_are_the_first_largest(launchers: list[Launcher], size: int) -> None:
     for count in (1, 5, 17):
 
         def draw(seed: int, count: int = count) -> Results:
@@ -176,7 +176,7 @@ def test_penalties_reach_through_a_view(launchers: list[Launcher], count: int) -
         return normal(rng, 12, size + 3), rng.permutation(12)[:count], starts, np.concatenate(seen), counts, *options
 
     def compute(launcher: Launcher, logits: np.ndarray, *rest: np.ndarray) -> Results:
-        sampling.penalize(launcher, logits[:, 1:-2], *rest)
+        sampling.penalize(launcher, logits[:, 1:-2], Penalties(*rest))
         return (logits,)
 
     def expect(

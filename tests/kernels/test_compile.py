@@ -40,7 +40,7 @@ for dtype in ("float32", "bfloat16", "float16"):
     results.append(backend.linear(x, backend.pack_linear([host(normal(rng, 33, 40))])))
     scene = Paged.random(1, [40, 5], 16, 4, 2, 24)
     chunks = [(0, 3, 40), (1, 4, 5)]
-    plain = CPUBackend(dtype, dtype, 1, "generic")  # products of pairs round queries and weights, others do not
+    plain = CPUBackend(dtype, dtype, 1, dot_products=False)  # products of pairs round queries and weights
     results.append(scene.attend(plain, scene.cache(plain), AttentionParams(4, 2, 24, 0.2, softcap=2.0), chunks))
 everything = [0, -0.0, 1e-8, 3e-8, 6e-5, 1 + 2**-11, 1 + 3 * 2**-11, 65519, 65520, np.inf, np.nan, -2]
 everything = np.array(everything, np.float32)

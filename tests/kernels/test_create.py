@@ -78,16 +78,16 @@ def test_only_uncompiled_kernels_keep_a_user_waiting(monkeypatch: pytest.MonkeyP
     ("quantization", "products"),
     [
         (None, {linear.FLOAT_OPS[np.dtype(np.float32)]}),
-        ("int8", {linear_int.OPS[8, "generic"]}),
+        ("int8", {linear_int.OPS[8, False]}),
         ("int8-weight-only", {linear_int.FLOAT_OP}),
-        ("int4", {linear_int.OPS[4, "generic"], linear_int.OPS[8, "generic"]}),
+        ("int4", {linear_int.OPS[4, False], linear_int.OPS[8, False]}),
     ],
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_kernel_that_decoding_needs_counts_as_such(
     monkeypatch: pytest.MonkeyPatch, quantization: str | None, products: set[Op], threads: int
 ) -> None:
-    cpu = CPUBackend("float32", "float32", threads, "generic", quantization)
+    cpu = CPUBackend("float32", "float32", threads, quantization, dot_products=False)
     asked: list[Op] = []
     monkeypatch.setattr("quire.kernels.cpu.jit.Op.is_cached", lambda op: asked.append(op) or True)
     assert cpu.compiled_before()

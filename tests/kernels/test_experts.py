@@ -36,9 +36,9 @@ def some_experts(number: int, hidden: int, inner: int, bias: bool) -> list[Exper
     return [Expert(*(tensor(rng, *shape) for shape in shapes)) for _ in range(number)]
 
 
-def backends(dtype: str, quantization: str | None, level: str | None) -> tuple[ReferenceBackend, CPUBackend]:
-    cpu = CPUBackend(dtype, num_threads=1, simd_level=level, quantization=quantization)
-    rounds = dtype == "bfloat16" and cpu.simd_level == "avx512_bf16"
+def backends(dtype: str, quantization: str | None, dots: bool = True) -> tuple[ReferenceBackend, CPUBackend]:
+    cpu = CPUBackend(dtype, num_threads=1, dot_products=dots, quantization=quantization)
+    rounds = dtype == "bfloat16" and cpu.bf16_dot
     return ReferenceBackend(dtype, round_linear_inputs=rounds, quantization=quantization), cpu
 
 
@@ -56,7 +56,7 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float = 2e-6) -> None:
 
 
 def check_experts(
-    form: tuple[str, str | None, str | None], sizes: tuple[int, int, int, int], tokens: int, choices: str, kind: str
+    form: tuple[str, str | None, bool], sizes: tuple[int, int, int, int], tokens: int, choices: str, kind: str
 ) -> None:
     number, chosen, hidden, inner = sizes
     reference, cpu = backends(*form)
@@ -72,7 +72,7 @@ def check_experts(
     def compute(launcher: Launcher, wide: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> Results:
         act = activations.SWIGLU_OAI if kind == "swiglu_oai" else activations.SILU
         x, rounded = wide[:, 1 : hidden + 1], form[1] != "int8-weight-only"
-        return (cpu_experts.experts(launcher, x, ids, weights, packed, act, cpu._int_level, rounded),)
+        return (cpu_experts.experts(launcher, x, ids, weights, packed, act, cpu.vnni, rounded),)
 
     def expect(wide: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> Results:
         given = (torch.from_numpy(np.ascontiguousarray(a)) for a in (wide[:, 1 : hidden + 1], ids, weights))
@@ -84,14 +84,14 @@ def check_experts(
 
 
 FORMS = {
-    "float32": ("float32", None, None),
-    "bfloat16": ("bfloat16", None, None),
-    "bfloat16-generic": ("bfloat16", None, "generic"),
-    "float16": ("float16", None, None),
-    "int8": ("float32", "int8", None),
-    "int8-generic": ("float32", "int8", "generic"),
-    "int4": ("float32", "int4", None),
-    "int8-weight-only": ("bfloat16", "int8-weight-only", None),
+    "float32": ("float32", None, True),
+    "bfloat16": ("bfloat16", None, True),
+    "bfloat16-generic": ("bfloat16", None, False),
+    "float16": ("float16", None, True),
+    "int8": ("float32", "int8", True),
+    "int8-generic": ("float32", "int8", False),
+    "int4": ("float32", "int4", True),
+    "int8-weight-only": ("bfloat16", "int8-weight-only", True),
 }
 QUICK = ("float32", "bfloat16", "int8", "int4")
 
@@ -156,7 +156,7 @@ def test_the_invariant_reference_computes_rows_apart() -> None:
 
 
 def test_experts_that_nobody_chose_do_not_matter() -> None:
-    _, cpu = backends("float32", None, None)
+    _, cpu = backends("float32", None)
     packed = cpu.pack_experts(some_experts(6, 40, 32, bias=False))
     x = np.random.default_rng(3).standard_normal((5, 40)).astype(np.float32)
     ids, weights = np.array([[1, 4]] * 5), np.ones((5, 2), np.float32)
@@ -176,14 +176,14 @@ def test_experts_that_nobody_chose_do_not_matter() -> None:
 
 
 def test_no_tokens_are_no_work() -> None:
-    _, cpu = backends("float32", None, None)
+    _, cpu = backends("float32", None)
     packed = cpu.pack_experts(some_experts(4, 16, 16, bias=False))
     nobody = np.zeros((0, 2), np.int64), np.zeros((0, 2), np.float32)
     assert cpu.experts(np.zeros((0, 16), np.float32), *nobody, packed, "silu").shape == (0, 16)
 
 
 def test_experts_are_packed_one_after_the_other() -> None:
-    _, cpu = backends("float32", None, None)
+    _, cpu = backends("float32", None)
     plain, waiting = some_experts(4, 16, 16, bias=False), []
 
     def each() -> Iterator[Expert]:
@@ -203,7 +203,7 @@ def test_experts_are_packed_one_after_the_other() -> None:
 
 
 def test_experts_that_differ_in_size_are_refused() -> None:
-    _, cpu = backends("float32", None, None)
+    _, cpu = backends("float32", None)
     with pytest.raises(ModelError, match="the same for all"):
         cpu.pack_experts(some_experts(1, 16, 16, bias=False) + some_experts(1, 16, 32, bias=False))
 

@@ -32,7 +32,7 @@ MATRICES = [
     pytest.param("bfloat16", True, marks=needs_dot),
     pytest.param("float16", False, marks=pytest.mark.slow),
 ]
-LEVELS = ["generic", pytest.param("avx512_bf16", marks=needs_dot)]
+DOTS = [False, pytest.param(True, marks=needs_dot)]  # whether products of pairs are used
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Latents:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_heads_attend_to_the_shared_vectors(shape: tuple[int, int, int, int], kind: str) -> None:
-    scene, backend = Latents(shape), CPUBackend("float32", kind, num_threads=2, simd_level="generic")
+    scene, backend = Latents(shape), CPUBackend("float32", kind, num_threads=2, dot_products=False)
     got = scene.attend(backend, scene.cache(backend), MIXED)
     np.testing.assert_allclose(got, scene.exact(kind, MIXED), atol=1e-5)
 
@@ -129,7 +129,7 @@ def test_all_heads_attend_to_the_shared_vectors(shape: tuple[int, int, int, int]
 @needs_dot
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pairs_round_queries_and_weights_and_nothing_else(shape: tuple[int, int, int, int]) -> None:
-    scene, backend = Latents(shape), CPUBackend("float32", "bfloat16", num_threads=2, simd_level="avx512_bf16")
+    scene, backend = Latents(shape), CPUBackend("float32", "bfloat16", num_threads=2)
     got = scene.attend(backend, scene.cache(backend), MIXED)
     np.testing.assert_allclose(got, scene.exact("bfloat16", MIXED), atol=2e-2)
     error = np.abs(got - np.concatenate([scene.rounded(s)[first:stop] for s, first, stop in MIXED]))
@@ -139,7 +139,7 @@ def test_pairs_round_queries_and_weights_and_nothing_else(shape: tuple[int, int,
 
 @needs_dot
 def test_recorded_attention_reads_lengths_and_tables_when_it_runs() -> None:
-    scene, backend = Latents(SHAPES[1]), CPUBackend("float32", "bfloat16", num_threads=2, simd_level="avx512_bf16")
+    scene, backend = Latents(SHAPES[1]), CPUBackend("float32", "bfloat16", num_threads=2)
     cache = scene.cache(backend)
     metadata = AttentionMetadata(
         np.array([0, 1, 2], np.int32), np.zeros(2, np.int32), np.zeros_like(scene.tables[:2]), np.zeros(2, np.int64)
@@ -162,13 +162,13 @@ def test_the_reference_backends_say_the_same(backend_class: type[ReferenceBacken
     np.testing.assert_allclose(got, scene.exact(kind, MIXED), atol=1e-5)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dots", DOTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_is_the_same_in_chunks_alone_in_company_and_on_threads(
-    shape: tuple[int, int, int, int], level: str
+    shape: tuple[int, int, int, int], dots: bool
 ) -> None:
-    kind = "float32" if level == "generic" else "bfloat16"
-    scene, (one, two) = Latents(shape), (CPUBackend("float32", kind, count, level) for count in (1, 2))
+    kind = "bfloat16" if dots else "float32"
+    scene, (one, two) = Latents(shape), (CPUBackend("float32", kind, count, dot_products=dots) for count in (1, 2))
     cache = scene.cache(one)
     whole = scene.attend(one, cache, [(3, 0, 300)])
     alone = np.concatenate([scene.attend(two, cache, [(3, i, i + 1)]) for i in range(0, 300, 23)])
@@ -177,8 +177,8 @@ def test_a_row_is_the_same_in_chunks_alone_in_company_and_on_threads(
     np.testing.assert_array_equal(company[70:235], whole[113:278])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_long_context_is_split_among_threads_without_a_trace(level: str) -> None:
+@pytest.mark.parametrize("dots", DOTS)
+def test_a_long_context_is_split_among_threads_without_a_trace(dots: bool) -> None:
     heads, size, length = 32, 40, 5000
     rng, results = np.random.default_rng(0), []
     vectors, q = normal(rng, length, size), normal(rng, 1, heads * size)
@@ -189,7 +189,7 @@ def test_a_long_context_is_split_among_threads_without_a_trace(level: str) -> No
         np.array([length - 1]),
     ]
     for threads in (1, 2):
-        backend = CPUBackend("float32", "bfloat16", threads, level)
+        backend = CPUBackend("float32", "bfloat16", threads, dot_products=dots)
         cache = backend.new_kv_cache(-(-length // 16), 16, 1, size, latent=True)
         backend.write_latent(vectors, cache, np.arange(length))
         params = AttentionParams(heads, 1, size, size**-0.5, value_size=32)

@@ -25,10 +25,7 @@ from tests.kernels.scenes import DTYPES, host, normal, round_to
 from tests.kernels.test_compile import answer, start
 
 ONE, TWO = new_launcher(1), new_launcher(2)
-LEVELS = [
-    pytest.param("avx512_vnni", marks=pytest.mark.skipif(not HAS_VNNI, reason="the CPU lacks AVX-512 VNNI")),
-    "generic",
-]
+VNNI = [pytest.param(True, marks=pytest.mark.skipif(not HAS_VNNI, reason="the CPU lacks AVX-512 VNNI")), False]
 KINDS = [(8, None), (4, 32), (4, 64), (4, 128)]
 
 # Prints results of a lesser CPU, and which kernels it used.
@@ -36,8 +33,8 @@ TOUR = """
 import sys
 import numpy as np
 from tests.kernels.test_linear_int import ONE, everything
-from quire.kernels.cpu.linear_int import resolve_level
-print(resolve_level(None))
+from quire.kernels.cpu.simd import HAS_VNNI
+print(HAS_VNNI)
 np.savez(sys.argv[1], *everything())
 """
 
@@ -167,31 +164,31 @@ def test_groups_are_those_allowed() -> None:
 # Products
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("vnni", VNNI)
 @pytest.mark.parametrize(("bits", "group"), KINDS)
 @pytest.mark.parametrize("rows", [2, 5, 8, 65, 130])
-def test_products_are_the_specified_ones(rows: int, bits: int, group: int | None, level: str) -> None:
+def test_products_are_the_specified_ones(rows: int, bits: int, group: int | None, vnni: bool) -> None:
     rng = np.random.default_rng(rows)
     outputs, inputs = int(rng.integers(1, 120)), int(rng.integers(1, 300))
     values, bias = normal(rng, outputs, inputs), normal(rng, outputs)
     plain, biased = pack(values, bits, group), pack(values, bits, group, bias)
     wide = normal(rng, rows, inputs + 9)
     x = wide[:, 4 : 4 + inputs]
-    close(linear(TWO, x, plain, int_level=level), specified(x, values, bits, group))
-    close(linear(ONE, x, biased, int_level=level), specified(x, values, bits, group, bias=bias))
+    close(linear(TWO, x, plain, vnni=vnni), specified(x, values, bits, group))
+    close(linear(ONE, x, biased, vnni=vnni), specified(x, values, bits, group, bias=bias))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("vnni", VNNI)
 @pytest.mark.parametrize(("bits", "group"), KINDS)
 @pytest.mark.usefixtures("always_parallel")
-def test_products_are_the_same_recorded_and_on_any_thread(bits: int, group: int | None, level: str) -> None:
+def test_products_are_the_same_recorded_and_on_any_thread(bits: int, group: int | None, vnni: bool) -> None:
     rng = np.random.default_rng(3)
     values = normal(rng, 200, 130)
     weight = pack(values, bits, group)
     for rows in (1, 9, 70):
         both_ways(
             [ONE, TWO],
-            lambda launcher, x: (linear(launcher, x[:, :130], weight, int_level=level),),
+            lambda launcher, x: (linear(launcher, x[:, :130], weight, vnni=vnni),),
             lambda seed, rows=rows: (normal(np.random.default_rng(seed), rows, 140),),
             lambda x: (specified(x[:, :130], values, bits, group),),
             close,
@@ -200,35 +197,33 @@ def test_products_are_the_same_recorded_and_on_any_thread(bits: int, group: int 
 
 @pytest.mark.skipif(not HAS_VNNI, reason="the CPU lacks AVX-512 VNNI")
 @pytest.mark.parametrize(("bits", "group"), KINDS)
-def test_levels_agree_to_the_last_bit(bits: int, group: int | None) -> None:
+def test_products_with_and_without_vnni_agree_to_the_last_bit(bits: int, group: int | None) -> None:
     rng = np.random.default_rng(4)
     weight = pack(normal(rng, 70, 290), bits, group)
     extremes = np.full((16, 290), 100.0, np.float32)
     extremes[:, ::2] *= -1
     for x in (normal(rng, 29, 290), extremes, np.abs(extremes), -np.abs(extremes)):
-        found = [linear(ONE, x, weight, int_level=level) for level in linear_int.LEVELS]
+        found = [linear(ONE, x, weight, vnni=vnni) for vnni in (True, False)]
         np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_largest_integers_do_not_overflow(level: str) -> None:
+@pytest.mark.parametrize("vnni", VNNI)
+def test_the_largest_integers_do_not_overflow(vnni: bool) -> None:
     signs = np.where(np.arange(64)[:, None] % 3 == 0, -1, 1).astype(np.float32) * np.ones((1, 4096), np.float32)
     x = np.ones((8, 4096), np.float32)
     for weight in (pack(signs, 8, None), pack(signs, 4, 128)):
-        np.testing.assert_allclose(
-            linear(ONE, x, weight, int_level=level), np.tile(4096 * signs[:, 0], (8, 1)), rtol=1e-6
-        )
+        np.testing.assert_allclose(linear(ONE, x, weight, vnni=vnni), np.tile(4096 * signs[:, 0], (8, 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("vnni", VNNI)
 @pytest.mark.parametrize(("bits", "group"), KINDS)
-def test_a_row_is_the_same_alone_and_in_any_batch(bits: int, group: int | None, level: str) -> None:
+def test_a_row_is_the_same_alone_and_in_any_batch(bits: int, group: int | None, vnni: bool) -> None:
     rng = np.random.default_rng(5)
     weight, x = pack(normal(rng, 40, 129), bits, group, normal(rng, 40)), normal(rng, 85, 129)
-    alone = np.concatenate([linear(ONE, row[None], weight, int_level=level) for row in x])
+    alone = np.concatenate([linear(ONE, row[None], weight, vnni=vnni) for row in x])
     for rows in (2, 3, 4, 5, 7, 8, 9, 12, 15, 63, 64, 65, 85):
-        np.testing.assert_array_equal(linear(TWO, x[:rows], weight, int_level=level), alone[:rows])
-        np.testing.assert_array_equal(linear(TWO, x[-rows:], weight, int_level=level), alone[-rows:])
+        np.testing.assert_array_equal(linear(TWO, x[:rows], weight, vnni=vnni), alone[:rows])
+        np.testing.assert_array_equal(linear(TWO, x[-rows:], weight, vnni=vnni), alone[-rows:])
 
 
 def test_results_are_near_the_unrounded_ones() -> None:
@@ -297,15 +292,6 @@ def test_no_rows_are_no_obstacle() -> None:
     assert embed(ONE, np.empty(0, np.int64), weight).shape == (0, 8)
 
 
-def test_a_level_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"'sse5'.*generic"):
-        linear_int.resolve_level("sse5")
-    monkeypatch.setattr(linear_int, "HAS_VNNI", False)
-    assert linear_int.resolve_level(None) == "generic"
-    with pytest.raises(ConfigError, match=r"'avx512_vnni'.*: generic"):
-        linear_int.resolve_level("avx512_vnni")
-
-
 # Activations in the same step
 
 
@@ -366,12 +352,12 @@ def test_integers_with_zero_points_keep_their_values(inputs: int, fractions: boo
     np.testing.assert_allclose(unpacked(weight, np.arange(45)), values, rtol=1e-6)
     np.testing.assert_array_equal(embed(ONE, np.arange(45), weight), unpacked(weight, np.arange(45)))
     assert weight.bias is not None
-    for level in linear_int.LEVELS if HAS_VNNI else linear_int.LEVELS[1:]:
+    for vnni in {HAS_VNNI, False}:
         for rows in (1, 7, 9):
             x = normal(rng, rows, inputs)
             integers, sizes = quantize_rows(torch.from_numpy(x))
             rounded = integers.double().numpy() * sizes.double().numpy()[:, None]
-            close(linear(TWO, x, weight, int_level=level), rounded @ values.T + weight.bias[:45])
+            close(linear(TWO, x, weight, vnni=vnni), rounded @ values.T + weight.bias[:45])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -409,7 +395,7 @@ def test_integers_without_zero_points(gated: bool) -> None:
 )
 def test_lesser_cpus_give_the_same_results(name: str, features: str, tmp_path: Path) -> None:
     cpu = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    assert answer(start(TOUR, tmp_path / "cache", str(tmp_path / "results.npz"), **cpu)) == "generic"
+    assert answer(start(TOUR, tmp_path / "cache", str(tmp_path / "results.npz"), **cpu)) == "False"
     with np.load(tmp_path / "results.npz") as arrays:
         for expected, got in zip(everything(), (arrays[key] for key in arrays.files), strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
@@ -438,12 +424,12 @@ def test_integers_in_any_group_and_order(bits: int, group: int, with_zeros: bool
     whole = linear_int.pack_integers([tensor], None, ONE)
     assert whole is not None
     np.testing.assert_array_equal(embed(ONE, np.arange(64), whole), values)
-    for level in linear_int.LEVELS if HAS_VNNI else linear_int.LEVELS[1:]:
+    for vnni in {HAS_VNNI, False}:
         for rows in (1, 9):
             x = normal(rng, rows, inputs)
             found, sizes = quantize_rows(torch.from_numpy(x))
             rounded = found.double().numpy() * sizes.double().numpy()[:, None]
-            close(linear(TWO, x, whole, int_level=level), rounded @ values.T.astype(np.float64))
+            close(linear(TWO, x, whole, vnni=vnni), rounded @ values.T.astype(np.float64))
 
 
 def test_parts_with_orders_of_their_own_are_not_packed_as_they_are() -> None:

@@ -71,7 +71,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = TO
 
 
 def check_logits(folder: Path, device: str, tolerance: float = TOLERANCE, count: int = 41) -> None:
-    """Check that a prompt of `count` tokens, and chunks that share steps and scattered blocks, give the right logits."""
+    """Check the logits of a prompt of `count` tokens, whole and in chunks that share steps and scattered blocks."""
     prompt, other = tokens(count), tokens(17, seed=1)
     expected = logits_of(oracle(folder), prompt)
     model = driver(folder, device)

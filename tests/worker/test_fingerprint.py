@@ -83,7 +83,7 @@ def test_everything_that_may_change_bits_changes_it(folder: Path) -> None:
 
 @pytest.mark.skipif(not HAS_BF16_DOT, reason="this CPU has one level only")
 def test_instructions_change_it(folder: Path) -> None:
-    assert of(folder) != of(folder, backend=CPUBackend("bfloat16", "bfloat16", 1, "generic"))
+    assert of(folder) != of(folder, backend=CPUBackend("bfloat16", "bfloat16", 1, dot_products=False))
 
 
 @pytest.mark.parametrize("place", [0.5, 0.999])

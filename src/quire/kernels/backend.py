@@ -125,7 +125,7 @@ class OffloadedLayer(Protocol):
 
 
 class LayerCache(NamedTuple):
-    """What a model is handed for one attention layer: its cache, and the group of layers whose block tables it uses.
+    """The cache of one attention layer, as models receive it, and the group of layers whose block tables it uses.
 
     `offloaded` is for layers whose part of some blocks is on the host; it has the same cache.
     """
@@ -140,14 +140,14 @@ class LayerCache(NamedTuple):
         return own if self.offloaded is None else self.offloaded.wait_for_load(own)
 
     def save(self) -> None:
-        """Note that the layer has attended."""
+        """Tell the offloaded layer, if it is one, that its attention was computed."""
         if self.offloaded is not None:
             self.offloaded.save()
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What is constant for one attention layer.
+    """The constants of one attention layer.
 
     Attributes:
         num_heads, num_kv_heads, head_size: of this rank. scale: multiplies q.k.
@@ -192,7 +192,7 @@ class AttentionParams:
 
 
 class SamplingOptions(NamedTuple):
-    """By what `sample` chooses tokens: numpy arrays [R], one entry a row.
+    """Sampling parameters of R rows: numpy arrays [R].
 
     temperature: floats, 0 for the largest logit. top_k: int64, 0 for all. top_p, min_p: floats.
     """
@@ -215,7 +215,7 @@ class TopLogprobs(NamedTuple):
     ranks: Array
 
     def fetch(self, backend: Backend) -> Callable[[], TopLogprobs]:
-        """Start copying all of it to the host; the function waits and returns it with numpy arrays."""
+        """Start copying the arrays to the host; the returned function waits and returns them as numpy arrays."""
         waiting = [backend.fetch(array) for array in self]
         return lambda: TopLogprobs(*(wait() for wait in waiting))
 
@@ -230,7 +230,7 @@ class DeviceTokens(NamedTuple):
     indices: np.ndarray
 
     def of(self, rows: np.ndarray) -> DeviceTokens | None:
-        """Return those of `rows` int64 [n], in this order; None if the host knows all."""
+        """Return the tokens of `rows` int64 [n], in this order; None if the host knows all of them."""
         indices = self.indices[rows]
         return DeviceTokens(self.tokens, indices) if (indices >= 0).any() else None
 
@@ -326,7 +326,7 @@ class LinearOps(Protocol):
     """Weights of linear layers and embeddings, and products with them."""
 
     def vector(self, tensor: Tensor) -> Array:
-        """Take a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
+        """Return the array of a norm weight, bias, or table that ops use as it is; float32 on the CPU backend."""
 
     def pack_linear(
         self,
@@ -437,10 +437,10 @@ class LoRAOps(Protocol):
         """
 
     def pack_lora(self, change: LoRAChange, *, lookup: bool = False) -> Any:
-        """Take what an adapter does to one part, for `lora`, or with `lookup` for `lora_embedding`."""
+        """Pack what an adapter changes in one part, for `lora`, or with `lookup` for `lora_embedding`."""
 
     def set_lora(self, slots: Any, slot: int, parts: Sequence[Any]) -> None:
-        """Put one of `pack_lora`, or None, for each part into a slot; recordings that use it see it."""
+        """Put the result of `pack_lora`, or None, for each part into a slot; recordings that use the slot see it."""
 
     def lora(self, y: Array, x: Array, slots: Any, rows: LoRARows) -> None:
         """In place: y[t] += B A x[t] for rows with an adapter, part by part; or y[t] = W x[t] where it has a whole W.
@@ -757,7 +757,7 @@ class MemoryOps(Protocol):
 
 
 class GraphOps(ArrayOps, Protocol):
-    """Recorded steps, and when the device has reached which point.
+    """Recorded steps, and events that measure the time between points of the device's work.
 
     The defaults are those of a device whose ops are done when they return, and that gains nothing by padding.
 
@@ -768,7 +768,7 @@ class GraphOps(ArrayOps, Protocol):
     pads: bool = False
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Return a function that computes what `build()` does, from the arrays that `build` read, wherever it may.
+        """Return a function that repeats the computation of `build()` on the arrays that `build` read.
 
         `build` calls model ops only. It is called once or each time; so the arrays it reads must stay where they are,
         and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
@@ -779,11 +779,11 @@ class GraphOps(ArrayOps, Protocol):
         return build
 
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        """Return in which size a step is computed, and whether by `graph`, `graph_pieces` or neither."""
+        """Return the padded sizes in which a step is computed, and whether by `graph`, `graph_pieces` or neither."""
         return StepShape(tokens, sequences, rows)
 
     def stager(self) -> Stager:
-        """Return what copies the inputs of steps to their fixed addresses."""
+        """Return the object that copies the inputs of steps to their fixed addresses."""
         return DirectStager(self.assign)
 
     def compile_ahead(self, steps: Callable[[], None]) -> int:
@@ -794,10 +794,10 @@ class GraphOps(ArrayOps, Protocol):
         return 0
 
     def compiled_before(self) -> bool:
-        """Whether the kernels need no compiling, which the first start on a machine may."""
+        """Return whether the main kernels are compiled already; on the first start on a machine they may not be."""
 
     def graph_stats(self) -> GraphStats:
-        """Return what the recordings that exist have cost; zeros where they cost next to nothing."""
+        """Return the costs of the recordings that exist; zeros where they cost next to nothing."""
         return GraphStats()
 
     def record_event(self) -> Any:

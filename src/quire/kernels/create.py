@@ -16,7 +16,7 @@ KV_DTYPES = (*DTYPES, "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class GPUOptions:
-    """What only GPUs heed: options of `DeviceConfig`, `max_graph_tokens` being its `max_cudagraph_capture_size`."""
+    """Options of `DeviceConfig` that only GPUs use; `max_graph_tokens` is its `max_cudagraph_capture_size`."""
 
     enforce_eager: bool = False
     max_graph_tokens: int = 512
@@ -100,7 +100,7 @@ def _create_gpu(
 
 
 def _check(device: str, dtype: str, kv_dtype: str, num_threads: int | None, quantization: str | None) -> None:
-    """Raise `ConfigError` for what no backend of this name takes."""
+    """Raise `ConfigError` for values that the backend of this name does not support."""
     choices = [("device", device, DEVICES), ("dtype", dtype, DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES)]
     if quantization is not None:
         choices.append(("quantization", quantization, QUANTIZATIONS))

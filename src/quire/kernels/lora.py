@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class LoRAChange:
-    """What an adapter does to a linear layer [N, K], or to a table of N rows of K; float32 arrays.
+    """The change that an adapter makes to a linear layer [N, K], or to a table of N rows of K; float32 arrays.
 
     Attributes:
         a, b: factors [r, K] and [N, r]: b @ a is added to the weight, their scale being part of b. Of a table they are
@@ -33,7 +33,7 @@ class LoRAChange:
 
 
 class LoRARows(NamedTuple):
-    """Which slot the adapter of each row lies in, as arrays of the backend.
+    """The slots of the adapters of all rows, as arrays of the backend.
 
     slots: int64 [T], -1 for rows without an adapter. order: int64 [T], of which the first are the rows that have one,
     those of slot 0 first. starts: int64 [slots + 1]; order[starts[s] : starts[s + 1]] are the rows of slot s.

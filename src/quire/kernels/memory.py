@@ -21,9 +21,9 @@ class DeviceMemory:
     """Memory of a device before its KV cache is allocated, in bytes.
 
     Attributes:
-        total: what `gpu_memory_utilization` is a share of: on a host what is free, on a GPU all it has.
-        used: of these, what is taken and stays so: weights, libraries, what recordings will take, other processes.
-        step: the most that a step takes beside it, measured; None where it is counted instead.
+        total: the bytes of which `gpu_memory_utilization` is a share: free memory on a host, all memory on a GPU.
+        used: the part of `total` that is not available: weights, libraries, memory for recordings, other processes.
+        step: the most that a step takes in addition, if that was measured; None if it is computed from shapes.
     """
 
     total: int
@@ -32,13 +32,13 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
-        """What is not taken."""
+        """Bytes that are not used."""
         return max(0, self.total - self.used)
 
 
 @contextlib.contextmanager
 def as_memory_error() -> Iterator[None]:
-    """Raise `MemoryError` in the place of what PyTorch raises where a GPU's memory does not suffice."""
+    """Raise `MemoryError` in the place of PyTorch's out-of-memory error."""
     try:
         yield
     except RuntimeError as error:
@@ -63,7 +63,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def resident_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of this process that are in memory; 0 where the system does not tell (all but Linux)."""
+    """Return the bytes of this process that are in memory; 0 on systems other than Linux."""
     try:
         return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -71,7 +71,7 @@ def resident_memory(root: Path = Path("/")) -> int:
 
 
 def release_memory() -> None:
-    """Give what is free inside this process back to the system: garbage, and pages that malloc keeps for later."""
+    """Return memory to the system that this process does not use: garbage, and free pages that malloc keeps."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none, and keep little
@@ -92,7 +92,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _sysconf_memory() -> int:
-    """Bytes of memory as POSIX tells them: the free pages where known (Linux), else half of all (macOS)."""
+    """Return the free memory by POSIX `sysconf` where it is known (Linux), else half of all memory (macOS)."""
     page = os.sysconf("SC_PAGE_SIZE")
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return page * os.sysconf("SC_AVPHYS_PAGES")

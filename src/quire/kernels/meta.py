@@ -501,7 +501,7 @@ class MetaBackend(CollectiveOps):
         items, merges = (sizes.items, RECORD), (sizes.merges, RECORD)
         staged = self.empty(items, np.int64)
         records = self.empty(items, np.int64), self.empty(merges, np.int64), self.empty((WORD_COUNT,), np.int64)
-        partials = self._out((sizes.slots, sizes.slot))
+        partials = self._out((sizes.num_partials, sizes.partial_size))
         del staged
         return (*records, partials)
 

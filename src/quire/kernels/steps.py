@@ -35,7 +35,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """What recordings have cost so far.
+    """The costs of recordings so far.
 
     Attributes:
         recordings: steps that are recorded now. graphs: what they consist of; one that is whole is one.
@@ -51,7 +51,7 @@ class GraphStats:
 
 
 class Stager(Protocol):
-    """Brings the inputs of a step to where they stay."""
+    """Copies the inputs of a step to their fixed addresses."""
 
     def put(self, target: Any, values: np.ndarray, count: int | None = None, fill: int = 0) -> None:
         """target[..., :n] = values, where n is the length of their last axis; `fill` up to `count`, if that is more.
@@ -60,7 +60,7 @@ class Stager(Protocol):
         """
 
     def send(self) -> None:
-        """Have what was put where it stays before anything that is computed from now on."""
+        """Complete the copies of `put` before anything that is computed from now on."""
 
 
 class DirectStager:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from quire.checkpoint.tensor import Layout, QuantizedTensor, Tensor
 
-COLUMNS = 32  # rows of a weight are padded to a multiple
-CODE_UNIT = 16  # the inputs of codes, and of bytes
-NIBBLE_UNIT = 32  # and of nibbles that are integers
+COLUMNS = 32  # outputs of a weight are padded to a multiple of it
+CODE_UNIT = 16  # inputs of codes, and of 8-bit integers, are padded to a multiple of it
+NIBBLE_UNIT = 32  # inputs of 4-bit integers are padded to a multiple of it
 
 
 class StoredSize(NamedTuple):
@@ -33,7 +33,7 @@ class StoredSize(NamedTuple):
 def stored_layout(parts: Sequence[Tensor], dtype: str, *, table: bool = False) -> Layout | None:
     """Return the layout in which a weight of these parts is stored; None for floats of `dtype`.
 
-    `table`: whether its rows are looked up, which codes do not support.
+    `table`: whether it is an embedding table; codes do not support the lookup of rows.
     """
     first = parts[0]
     if not isinstance(first, QuantizedTensor) or first.layout is None or len(first.shape) != 2:
@@ -47,7 +47,7 @@ def stored_layout(parts: Sequence[Tensor], dtype: str, *, table: bool = False) -
 
 
 def stored_group(layout: Layout, inputs: int) -> int:
-    """Return how many inputs share a scale: 0 for rows of bytes with one; whole rows of others are a group."""
+    """Return how many inputs share a scale; 0 for 8-bit integers with one scale a row, for others the whole row."""
     if layout.group:
         return layout.group
     unit = NIBBLE_UNIT if layout.kind == "integers" and layout.bits == 4 else CODE_UNIT

@@ -119,7 +119,7 @@ def activate(x, kind):
 
 @jit
 def gated(x, up, kind):
-    """Return activation(x) * up, or what SWIGLU_OAI makes of the two."""
+    """Return activation(x) * up; for SWIGLU_OAI (GPT-OSS) (up + 1) * x * sigmoid(1.702 x), x at most 7, |up| too."""
     if kind == SWIGLU_OAI:
         limit, one = splat(np.float32(7)), splat(np.float32(1))
         least = sub(zero(), limit)
@@ -145,12 +145,12 @@ def activate_rows(args, first, last, scratch):
 
 
 def pieces_of(width: int) -> int:
-    """Return in how many work items a row is cut."""
+    """Return the number of work items of a row."""
     return max(1, -(-width // PIECE))
 
 
 def number_of(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
-    """Return the kernels' number of an activation, or with GATES of what gate and up become together."""
+    """Return the number by which kernels know an activation of `known`; raise ConfigError for others."""
     if kind not in known:
         raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(known)}", param="hidden_act")
     return known[kind]

@@ -30,7 +30,7 @@ def apply(kind, x, y):
 
 @jit
 def lanes(x, at, step, count):
-    """Return x[at], x[at + step], ...: step is 0 or 1, the first `count` lanes count."""
+    """Return x[at], x[at + step], ... in the first `count` lanes; step is 0 or 1."""
     return splat(x[at]) if step == 0 else load_lanes(x, at, count)
 
 

@@ -23,7 +23,7 @@ ARITHMETIC = {np.add: 0, np.subtract: 1, np.multiply: 2}
 
 
 class Recorder(Protocol):
-    """What records the arithmetic of recorded arrays."""
+    """The object that records the arithmetic of recorded arrays."""
 
     def combine(self, kind: int, x: Any, y: Any, out: np.ndarray | None) -> np.ndarray:
         """Record x + y, x - y or x * y for kinds 0, 1 and 2, into `out` if given."""
@@ -38,7 +38,7 @@ class Recorded(np.ndarray):
     recorder: Recorder
 
     def __array_finalize__(self, source: Any) -> None:
-        """Views have the recorder of what they are views of."""
+        """Give views the recorder of the array that they are views of."""
         self.recorder = getattr(source, "recorder", None)  # type: ignore[assignment]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:

@@ -23,13 +23,13 @@ from quire.kernels.cpu.attention_kernels import (
     COST,
     COUNT,
     FIRST,
+    FIRST_PARTIAL,
     LAST,
     LENGTH,
+    NUM_PARTIALS,
     POSITION,
     ROW,
     SEQUENCE,
-    SLOT,
-    SLOTS,
     TILE,
     attend_latent_pairs,
     attend_pairs,
@@ -52,7 +52,7 @@ from quire.kernels.cpu.sizes import (
 )
 from quire.kernels.cpu.threads import Launcher
 
-ROW_COST = 4  # reading a position costs as much as this many rows do
+ROW_COST = 4  # reading a position costs as much as computing it for this many rows
 ALONE_COST = 1 << 18  # below this many multiply-adds one thread does everything
 BUCKETS = 64  # of the sort by cost
 
@@ -99,7 +99,7 @@ def stage_units(args, queries):
             )
             at = units * RECORD
             staged[at + SEQUENCE], staged[at + ROW], staged[at + COUNT] = s, row, count
-            staged[at + POSITION], staged[at + SLOT], staged[at + SLOTS] = position, 0, 0
+            staged[at + POSITION], staged[at + FIRST_PARTIAL], staged[at + NUM_PARTIALS] = position, 0, 0
             staged[at + LENGTH] = length
             staged[at + FIRST], staged[at + LAST] = low // SEGMENT, (high + SEGMENT - 1) // SEGMENT
             staged[at + COST] = (high - low) * (count * args[P_GROUP] + ROW_COST)
@@ -112,17 +112,19 @@ def stage_units(args, queries):
 def split_units(args, units, fair):
     """Split units that cost more than `fair`; return the numbers of units, merges and partial results."""
     staged, merges, heads = i64_ptr(args[STAGED]), i64_ptr(args[MERGES]), args[P_HEADS]
-    made, merged, slots = units, 0, 0
+    made, merged, partials = units, 0, 0
     for u in range(units):
         at = u * RECORD
         first, cost = staged[at + FIRST], staged[at + COST]
         segments = staged[at + LAST] - first
-        fits = staged[at + COUNT] * args[P_GROUP] <= args[P_PARTIAL_ROWS] and slots + segments * heads <= args[CAPACITY]
+        fits = (
+            staged[at + COUNT] * args[P_GROUP] <= args[P_PARTIAL_ROWS] and partials + segments * heads <= args[CAPACITY]
+        )
         if cost <= fair or segments < 2 or not fits:
             continue
         pieces = min(segments, (cost + fair - 1) // fair)
         per = (segments + pieces - 1) // pieces
-        staged[at + SLOT], staged[at + SLOTS] = slots - first, segments
+        staged[at + FIRST_PARTIAL], staged[at + NUM_PARTIALS] = partials - first, segments
         for i in range(RECORD):
             merges[merged * RECORD + i] = staged[at + i]
         staged[at + LAST], staged[at + COST] = first + per, cost * per // segments
@@ -133,8 +135,8 @@ def split_units(args, units, fair):
             staged[made * RECORD + FIRST], staged[made * RECORD + LAST] = begin, end
             staged[made * RECORD + COST] = cost * (end - begin) // segments
             made += 1
-        merged, slots = merged + 1, slots + segments * heads
-    return made, merged, slots
+        merged, partials = merged + 1, partials + segments * heads
+    return made, merged, partials
 
 
 @jit
@@ -163,19 +165,19 @@ def plan(args, first, last, scratch):
     """Write the items of a step, the rows to merge, and how many there are of both. One item."""
     heads, target, words = args[P_HEADS], args[TARGET_ITEMS], i64_ptr(args[WORDS])
     units, cost = stage_units(args, choose_queries(args))
-    work, merged, slots = cost * heads * args[P_SIZE] * 2, 0, 0
+    work, merged, partials = cost * heads * args[P_SIZE] * 2, 0, 0
     alone = target == 0 or work < ALONE_COST
     if not alone:
-        units, merged, slots = split_units(args, units, max(1, cost * heads // target))
+        units, merged, partials = split_units(args, units, max(1, cost * heads // target))
     sort_units(args, units, scratch)
-    together = alone or slots * args[P_PARTIAL_ROWS] * args[P_SIZE] < ALONE_COST
+    together = alone or partials * args[P_PARTIAL_ROWS] * args[P_SIZE] < ALONE_COST
     words[ATTEND_ALONE], words[ATTEND_SHARED] = (units * heads, 0) if alone else (0, units * heads)
     words[MERGE_ALONE], words[MERGE_SHARED] = (merged * heads, 0) if together else (0, merged * heads)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where `plan` writes: int64 records (see attention_kernels.py) and words [WORD_COUNT], and float32 slots."""
+    """Arrays that `plan` fills: int64 records, words [WORD_COUNT], float32 partials; see attention_kernels.py."""
 
     items: np.ndarray
     merges: np.ndarray
@@ -192,10 +194,10 @@ def make_plan(
     sizes = plan_sizes(launcher.num_threads, tokens, metadata.block_tables.shape[1] * block_size, params)
     staged, items = empty((sizes.items, RECORD), np.int64), empty((sizes.items, RECORD), np.int64)
     merges, words = empty((sizes.merges, RECORD), np.int64), empty((WORD_COUNT,), np.int64)
-    partials = empty((sizes.slots, sizes.slot), np.float32)
+    partials = empty((sizes.num_partials, sizes.partial_size), np.float32)
     step = metadata.cu_query_lens, metadata.seq_lens, metadata.seq_lens.shape[0], *params.reach
     shape = heads, params.num_heads // heads, params.out_size
-    limits = sizes.target_items, sizes.max_queries, sizes.min_queries, sizes.partial_rows, sizes.slots
+    limits = sizes.target_items, sizes.max_queries, sizes.min_queries, sizes.partial_rows, sizes.num_partials
     launcher.emit(plan, *step, *shape, *limits, staged, items, merges, words, items=1, work=0)
     return Plan(items, merges, words, partials, sizes)
 

@@ -75,9 +75,9 @@ NUM_HEADS, KV_HEADS, SIZE, OUT_SIZE, BLOCK_SIZE, BEHIND, AHEAD = range(11, 18)
 SCALE, SOFTCAP, SINKS, SLOPES, PARTIAL_ROWS, ITEM_ROWS = range(18, 24)
 
 # A record of the plan, int64: queries `row` .. of the step belong to sequence `sequence`, of `length` tokens, and stand
-# at `position` ..; segments first .. last - 1. Partial results go to slot `slot` + head * slots + segment, or there are
-# none if `slots` is 0.
-SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, SLOT, SLOTS, COST, LENGTH = range(RECORD)
+# at `position` ..; segments first .. last - 1. The partial result of a segment is number FIRST_PARTIAL + head *
+# NUM_PARTIALS + segment; there are none if NUM_PARTIALS is 0.
+SEQUENCE, ROW, COUNT, POSITION, FIRST, LAST, FIRST_PARTIAL, NUM_PARTIALS, COST, LENGTH = range(RECORD)
 
 
 @jit
@@ -112,22 +112,22 @@ def row_state(scratch, rows, padded):
 
 @jit
 def partial_size(rows, padded):
-    """Elements of a slot: largest scores, sums of weights, and weighted values of one segment for `rows` rows."""
+    """Return the size of a partial result, in float32: `rows` largest scores, sums of weights, and weighted values."""
     return 2 * (rows + LANES) + rows * padded
 
 
 @jit
 def partial_address(args, record, head, segment, padded):
-    """Return the address of the slot for a segment."""
-    slot = record[SLOT] + head * record[SLOTS] + segment
-    return args[PARTIALS] + 4 * slot * partial_size(args[PARTIAL_ROWS], padded)
+    """Return the address of the partial result of a segment."""
+    partial = record[FIRST_PARTIAL] + head * record[NUM_PARTIALS] + segment
+    return args[PARTIALS] + 4 * partial * partial_size(args[PARTIAL_ROWS], padded)
 
 
 @jit
-def partial_rows(slot, rows, row, padded):
-    """Return pointers to the largest scores, sums and values in a slot for `rows` rows, from its row `row` on."""
-    totals, values = slot + 4 * (rows + LANES), slot + 8 * (rows + LANES)
-    return f32_ptr(slot + 4 * row), f32_ptr(totals + 4 * row), f32_ptr(values + 4 * row * padded)
+def partial_pointers(partial, rows, row, padded):
+    """Return pointers to the largest scores, sums and values of a partial result of `rows` rows, from row `row` on."""
+    totals, values = partial + 4 * (rows + LANES), partial + 8 * (rows + LANES)
+    return f32_ptr(partial + 4 * row), f32_ptr(totals + 4 * row), f32_ptr(values + 4 * row * padded)
 
 
 @jit
@@ -326,9 +326,9 @@ def merge_item(args, record, head, scratch):
     state, work = row_state(scratch, args[PARTIAL_ROWS], padded)
     start(args, record, head, state, used, padded)
     for segment in range(record[FIRST], record[LAST]):
-        slot = partial_address(args, record, head, segment, padded)
+        partial = partial_address(args, record, head, segment, padded)
         for row in range(0, used, GROUP):
-            maxes, totals, values = partial_rows(slot, args[PARTIAL_ROWS], row, padded)
+            maxes, totals, values = partial_pointers(partial, args[PARTIAL_ROWS], row, padded)
             rows = min(GROUP, used - row)
             merge_segment(args, state, row, rows, segment * SEGMENT, maxes, totals, values, padded, f32_ptr(work))
     finish(args, record, head, state, used, padded)
@@ -550,12 +550,12 @@ def attend_floats(args, keys, values, record, head, scratch):
     for segment in range(record[FIRST], record[LAST]):
         base = segment * SEGMENT
         maxes, totals, sums = f32_ptr(places[2]), f32_ptr(places[3]), f32_ptr(places[4])
-        if record[SLOTS] > 0:
-            maxes, totals, sums = partial_rows(
+        if record[NUM_PARTIALS] > 0:
+            maxes, totals, sums = partial_pointers(
                 partial_address(args, record, head, segment, padded), args[PARTIAL_ROWS], 0, padded
             )
         attend_segment(args, keys, values, table, head, base, low, high, used, state, places, maxes, totals, sums)
-        if record[SLOTS] == 0:
+        if record[NUM_PARTIALS] == 0:
             for row in range(0, used, GROUP):
                 rows = min(GROUP, used - row)
                 begin, end = visible_tiles(state, row, rows, base)
@@ -564,7 +564,7 @@ def attend_floats(args, keys, values, record, head, scratch):
                     merge_segment(
                         args, state, row, rows, base, offset(maxes, row), offset(totals, row), part_values, padded, work
                     )
-    if record[SLOTS] == 0:
+    if record[NUM_PARTIALS] == 0:
         finish(args, record, head, state, used, padded)
 
 
@@ -840,14 +840,14 @@ def attend_groups(args, record, head, segment, used, state, buffers, scales, lay
         if first >= last:
             continue
         maxes, totals, sums = f32_ptr(group), f32_ptr(group + 4 * LANES), f32_ptr(part_values)
-        if record[SLOTS] > 0:
-            slot = partial_address(args, record, head, segment, padded)
-            maxes, totals, sums = partial_rows(slot, args[PARTIAL_ROWS], row, padded)
+        if record[NUM_PARTIALS] > 0:
+            partial = partial_address(args, record, head, segment, padded)
+            maxes, totals, sums = partial_pointers(partial, args[PARTIAL_ROWS], row, padded)
         score_group(layout, prefetch_next, u32_ptr(packed), row, rows, args[SIZE], first, last, f32_ptr(scores))
         mask_and_max(args, f32_ptr(scores), row, rows, base, first, last, state, scales[0], maxes)
         softmax_pairs(f32_ptr(scores), u32_ptr(weights), rows, first, last, scaled, scales[1], maxes, totals)
         weighted_values(layout, u32_ptr(weights), rows, padded, first, last, sums, ahead, ahead_step)
-        if record[SLOTS] == 0:
+        if record[NUM_PARTIALS] == 0:
             merge_segment(args, state, row, rows, base, maxes, totals, sums, padded, f32_ptr(group + 4 * 2 * LANES))
 
 
@@ -876,7 +876,7 @@ def attend_paired(args, record, head, scratch):
             step = locate_halves(args, table, head, base, low, high, keys, values, copies, zeros)
         layout = keys, values, step, size
         attend_groups(args, record, head, segment, used, state, buffers, scales, layout, values, ahead, step)
-    if record[SLOTS] == 0:
+    if record[NUM_PARTIALS] == 0:
         finish(args, record, head, state, used, padded)
 
 
@@ -960,7 +960,7 @@ def attend_latent_paired(args, record, head, scratch):
         attend_groups(
             args, record, head, segment, used, state, buffers, scales, layout, prefetch_next, keys, np.int64(0)
         )
-    if record[SLOTS] == 0:
+    if record[NUM_PARTIALS] == 0:
         finish(args, record, head, state, used, padded)
 
 

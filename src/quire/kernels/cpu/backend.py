@@ -14,7 +14,6 @@ import numba
 import numpy as np
 
 from quire.checkpoint.tensor import QuantizedTensor, Tensor
-from quire.errors import ConfigError
 from quire.kernels.backend import (
     Arrays,
     Backend,
@@ -50,7 +49,7 @@ from quire.kernels.cpu.linear import FLOAT_OPS, linear_pairs
 from quire.kernels.cpu.linear_int import pack_integers
 from quire.kernels.cpu.products import Weight, linear
 from quire.kernels.cpu.sampling import RowMaxima, logprobs_of, row_maxima
-from quire.kernels.cpu.simd import HAS_BF16_DOT
+from quire.kernels.cpu.simd import HAS_BF16_DOT, HAS_VNNI
 from quire.kernels.cpu.sizes import INT4_GROUP, can_gate
 from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
@@ -59,7 +58,6 @@ from quire.kernels.lora import LoRAChange
 from quire.kernels.memory import available_memory
 from quire.kernels.weight_storage import stored_layout
 
-SIMD_LEVELS = ("avx512_bf16", "generic")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,14 +67,6 @@ def _array(values: np.ndarray, dtype: type) -> np.ndarray:
     if values.dtype == dtype and values.flags.carray:
         return values
     return np.require(values, dtype, ["C", "A", "W"])
-
-
-def _resolve_simd_level(level: str | None) -> str:
-    """Return the level given, or the best of this CPU for None."""
-    allowed = SIMD_LEVELS if HAS_BF16_DOT else SIMD_LEVELS[1:]
-    if level is not None and level not in allowed:
-        raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
-    return level or allowed[0]
 
 
 def _op(emit: Callable[Concatenate[Launcher, P], R]) -> Callable[Concatenate[CPUBackend, P], R]:
@@ -91,9 +81,11 @@ def _op(emit: Callable[Concatenate[Launcher, P], R]) -> Callable[Concatenate[CPU
 class CPUBackend(HostMemory, Backend):
     """Every op of `quire.kernels.backend.Backend` in numpy and Numba; arrays are numpy, activations float32.
 
-    `simd_level` is "avx512_bf16" where the CPU multiplies pairs of bfloat16, otherwise "generic". With the former and
-    dtype bfloat16, `linear` and `head_linear` round their inputs to bfloat16 (nearest even), and attention to a cache
-    of bfloat16 or int8 its queries and weights; everything else is the same on both.
+    Attributes:
+        bf16_dot: whether products use the CPU's dot products of bfloat16 (AVX-512 BF16). Then, with dtype bfloat16,
+            `linear` and `head_linear` round their inputs to bfloat16 (nearest even), and attention to a cache of
+            bfloat16 or int8 its queries and weights; all else is the same without.
+        vnni: whether products of integers use AVX-512 VNNI. They give the same bits without.
     """
 
     name = "cpu"
@@ -103,29 +95,29 @@ class CPUBackend(HostMemory, Backend):
         dtype: str = "float32",
         kv_dtype: str = "float32",
         num_threads: int | None = None,
-        simd_level: str | None = None,
         quantization: str | None = None,
+        *,
+        dot_products: bool = True,
     ) -> None:
         """Hold weights in `dtype` and keys and values in `kv_dtype`; use `num_threads`, None for all cores.
 
         `quantization` is one of QUANTIZATIONS and replaces `dtype` for the weights of linear layers and tables.
-        `simd_level` None takes the best of this CPU. Raises ConfigError for one that this CPU lacks.
+        `dot_products` False leaves the CPU's dot product instructions unused, which tests do.
         """
         self.dtype = dtype
         self.kv_dtype = kv_dtype
         self.quantization = quantization
-        self.simd_level = _resolve_simd_level(simd_level)
-        self._paired = dtype == "bfloat16" and self.simd_level == "avx512_bf16"
-        self._int_level = linear_int.resolve_level("generic" if simd_level == "generic" else None)
+        self.bf16_dot, self.vnni = dot_products and HAS_BF16_DOT, dot_products and HAS_VNNI
+        self._paired = dtype == "bfloat16" and self.bf16_dot
         self._launcher = Launcher(num_threads)
         self._launcher.recorder = arithmetic.Arithmetic(self._launcher)
         refresh_cache()
         self._linear = linear_pairs if self._paired else FLOAT_OPS[STORAGE[dtype]]
         # Those of the logits that `rows_finite` was given, for `sample`, unless an op changes them in between.
         self._last_maxima: tuple[np.ndarray, RowMaxima] | None = None
-        self._paired_kv = kv_dtype in PAIRED and self.simd_level == "avx512_bf16"
+        self._paired_kv = kv_dtype in PAIRED and self.bf16_dot
         compiler = f"{current_level()} {numba.config.CPU_NAME or llvm.get_host_cpu_name()} numba {numba.__version__}"
-        self.arithmetic = f"{compiler}; {self.simd_level} {self._int_level}, paired {self._paired_kv}"
+        self.arithmetic = f"{compiler}; {' '.join(self.instructions)}, paired {self._paired_kv}"
 
     @property
     def num_threads(self) -> int:
@@ -133,9 +125,9 @@ class CPUBackend(HostMemory, Backend):
         return self._launcher.num_threads
 
     @property
-    def int_level(self) -> str:
-        """Instructions of products of integers."""
-        return self._int_level
+    def instructions(self) -> tuple[str, str]:
+        """Instruction sets of products of floats and of integers, as files and fingerprints name them."""
+        return "avx512_bf16" if self.bf16_dot else "generic", "avx512_vnni" if self.vnni else "generic"
 
     def compiled_before(self) -> bool:
         """Return whether this backend's main kernels are compiled on disk, so that the first step starts at once."""
@@ -154,7 +146,7 @@ class CPUBackend(HostMemory, Backend):
         if self.quantization == "int8-weight-only":
             return [linear_int.FLOAT_OP]
         widths = (4, 8) if self.quantization == "int4" else (8,)  # tables have eight bits
-        return [linear_int.OPS[bits, self._int_level] for bits in widths]
+        return [linear_int.OPS[bits, self.vnni] for bits in widths]
 
     # Arrays
 
@@ -289,13 +281,13 @@ class CPUBackend(HostMemory, Backend):
     def experts(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str) -> np.ndarray:
         rounded = self.quantization != "int8-weight-only"
         gate = activations.number_of(kind, activations.GATES)
-        return experts(self._launcher, x, ids, weights, packed, gate, self._int_level, rounded)
+        return experts(self._launcher, x, ids, weights, packed, gate, self.vnni, rounded)
 
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
         rounded = self.quantization != "int8-weight-only"
-        return linear(self._launcher, x, weight, gate, int_level=self._int_level, round_inputs=rounded)
+        return linear(self._launcher, x, weight, gate, vnni=self.vnni, round_inputs=rounded)
 
     set_lora = staticmethod(adapters.set_slot)
 
@@ -330,7 +322,7 @@ class CPUBackend(HostMemory, Backend):
             penalties = penalties.with_tokens(last.tokens, last.indices)
         dtypes = (np.int64, np.int64, np.int32, np.int32, np.float32, np.float32, np.float32)
         arrays = (_array(values, dtype) for values, dtype in zip(penalties, dtypes, strict=True))
-        sampling.penalize(self._launcher, logits, *arrays)
+        sampling.penalize(self._launcher, logits, Penalties(*arrays))
 
     def add_bias(self, logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray, values: np.ndarray) -> None:
         self._last_maxima = None
@@ -347,7 +339,7 @@ class CPUBackend(HostMemory, Backend):
 
     def apply_bitmask(self, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
         self._last_maxima = None
-        sampling.keep_bits(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
+        sampling.apply_bitmask(self._launcher, logits, _array(rows, np.int64), _array(bitmask, np.int32))
 
     def rows_finite(self, logits: np.ndarray) -> np.ndarray:
         maxima = row_maxima(self._launcher, logits)
@@ -371,4 +363,4 @@ class CPUBackend(HostMemory, Backend):
     def top_logprobs(self, logits: np.ndarray, chosen: np.ndarray, k: int) -> TopLogprobs:
         maxima = row_maxima(self._launcher, logits)
         k = min(int(k), logits.shape[1])
-        return TopLogprobs(*logprobs_of(self._launcher, maxima, _array(chosen, np.int64), k))
+        return logprobs_of(self._launcher, maxima, _array(chosen, np.int64), k)

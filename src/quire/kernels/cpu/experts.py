@@ -96,7 +96,7 @@ def take_largest(values, start, stop, taken):
 
 @jit
 def group_score(values, start, stop, rule):
-    """Return what a group is compared by."""
+    """Return the score of a group: its largest value, or for TOP2 the sum of its two largest."""
     first, second = LOWEST, LOWEST
     for i in range(start, stop):
         if values[i] > first:
@@ -198,37 +198,38 @@ PATCH = 3  # int64 of one: which argument, what becomes of it, with what
 
 
 class ExpertRows(NamedTuple):
-    """An argument: where an expert's rows begin in `array`, with `step` bytes from a row to the next."""
+    """An argument that becomes the address of an expert's first row in `array`, whose rows are `step` bytes apart."""
 
     array: np.ndarray
     step: int
 
 
 class ExpertArray(NamedTuple):
-    """An argument: the expert's own of int64 [E]."""
+    """An argument that becomes the expert's entry of `table`, int64 [E]."""
 
     table: np.ndarray
 
 
 class ExpertRowCount:
-    """An argument: the number of rows of an expert."""
+    """An argument that becomes the number of the expert's rows."""
 
 
 class Unit(NamedTuple):
-    """What the items of a grouped instruction are: `factor` for each of the `kind`, one of ROWS to BLOCKS."""
+    """The items of a grouped instruction: `factor` for each `unit`, one of ROWS to BLOCKS of products.py."""
 
-    kind: int
+    unit: int
     factor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Pairs of a token and an expert, by expert: a `products.ProductRows`.
+    """Pairs of a token and an expert, sorted by expert: the `products.ProductRows` of a grouped product.
 
     Attributes:
-        records: int64, see above. words: how many there are, then how many items there are of each unit.
+        records: int64, one for each expert that has rows, see RECORD. words: the number of records, then the number of
+            items for each of `units`.
         places: int64 [count], the row of each pair.
-        units: those that instructions may have. count, padded: how many pairs there are, and rows to keep for them.
+        units: those of the instructions that may follow. count, padded: number of pairs, and of rows kept for them.
     """
 
     launcher: Launcher
@@ -243,17 +244,17 @@ class Groups:
     def row_count(self) -> ExpertRowCount:
         return ExpertRowCount()
 
-    def capacity(self, kind: int) -> int:
+    def capacity(self, unit: int) -> int:
         return self.padded
 
-    def at(self, array: np.ndarray, row_bytes: int) -> ExpertRows:
+    def rows_of(self, array: np.ndarray, row_bytes: int) -> ExpertRows:
         return ExpertRows(array, row_bytes)
 
-    def own(self, stack: Stack, name: str) -> ExpertArray | None:
+    def array_of(self, stack: Stack, name: str) -> ExpertArray | None:
         return None if getattr(stack.one, name) is None else ExpertArray(stack.addresses[name])
 
-    def emit(self, op: Op, *args: Any, kind: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        """Emit `op` for the rows of every expert; `kind` and `factor` are one of `units`."""
+    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        """Emit `op` for the rows of every expert; `unit` and `factor` must be among `units`."""
         assert len(args) <= INNER_ARGS, f"{op.name} has too many arguments"
         words, patches = np.zeros(INNER_ARGS, np.int64), []
         for place, arg in enumerate(args):
@@ -266,14 +267,14 @@ class Groups:
                 patches += [place, PUT_COUNT, 0]
             elif arg is not None:
                 words[place] = int(arg)
-        at = 1 + self.units.index(Unit(kind, factor))
+        at = 1 + self.units.index(Unit(unit, factor))
         # All pairs may have the same expert, or as many as there are.
         most = factor * self.count
-        fewest = factor * -(-self.count // ROWS_IN[kind])
+        fewest = factor * -(-self.count // ROWS_IN[unit])
         patched = op.address, words, len(patches) // PATCH, np.array(patches, np.int64)
         self.launcher.emit(
             each_group,
-            *(self.records, self.words, kind, factor, *patched),
+            *(self.records, self.words, unit, factor, *patched),
             items=most,
             work=work,
             items_at=self.words[at : at + 1],
@@ -285,7 +286,7 @@ class Groups:
 
 @op
 def group_pairs(args, first, last, scratch):
-    """ids, pairs, experts, records, words, places, number of units, then the kind and the factor of each unit."""
+    """ids, pairs, experts, records, words, places, number of `Unit`s, then the unit and the factor of each."""
     ids, pairs, experts = i64_ptr(args[0]), args[1], args[2]
     records, words, places = i64_ptr(args[3]), i64_ptr(args[4]), i64_ptr(args[5])
     counts = i64_ptr(scratch)
@@ -324,12 +325,12 @@ def own_arguments(b):
 
 
 @jit
-def record_of(records, count, kind, before):
-    """Return the record of the unit of a `kind` that has `before` others before it."""
+def record_of(records, count, unit, before):
+    """Return the number of the record in which unit number `before` lies."""
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        if records[middle * RECORD + kind] <= before:
+        if records[middle * RECORD + unit] <= before:
             low = middle
         else:
             high = middle
@@ -338,14 +339,14 @@ def record_of(records, count, kind, before):
 
 @op
 def each_group(args, first, last, scratch):
-    """records, words, kind and factor of the unit, inner op, its arguments, number of patches, patches."""
-    records, kind, factor = i64_ptr(args[0]), args[2], args[3]
+    """records, words, unit and factor, inner op, its arguments, number of patches, patches."""
+    records, unit, factor = i64_ptr(args[0]), args[2], args[3]
     arguments, patches = i64_ptr(args[5]), i64_ptr(args[7])
     own = own_arguments()
-    place = record_of(records, i64_ptr(args[1])[0], kind, first // factor)
+    place = record_of(records, i64_ptr(args[1])[0], unit, first // factor)
     while first < last:
         record = offset(records, place * RECORD)
-        begin, end = record[kind] * factor, record[RECORD + kind] * factor
+        begin, end = record[unit] * factor, record[RECORD + unit] * factor
         for i in range(INNER_ARGS):
             own[i] = arguments[i]
         for p in range(args[6]):
@@ -364,7 +365,7 @@ def each_group(args, first, last, scratch):
 
 
 def group(launcher: Launcher, ids: np.ndarray, experts: int, units: tuple[Unit, ...]) -> Groups:
-    """Emit the sorting of pairs by their experts, ids int64 [T, k] of `route`; `units` are those of what follows."""
+    """Emit the sorting of pairs by their experts, ids int64 [T, k] of `route`; `units`: see `Groups`."""
     assert ids.dtype == np.int64 and ids.flags.c_contiguous
     assert 8 * experts <= SCRATCH_BYTES, "counts fit an op's scratch"
     pairs = ids.size
@@ -382,14 +383,14 @@ def group(launcher: Launcher, ids: np.ndarray, experts: int, units: tuple[Unit, 
 
 @dataclass(frozen=True, slots=True)
 class CPUExperts:
-    """All experts of a layer: gate and up, and down."""
+    """All experts of a layer: their gate and up projections, and their down projections."""
 
     first: Stack
     last: Stack
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Those of all instructions that may follow the grouping."""
+        """The units of all instructions that may follow the grouping."""
         products = [Unit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
         pieces = Unit(ROWS, pieces_of(self.first.one.outputs // 2))
         return tuple(dict.fromkeys((Unit(TILES, 1), Unit(WHOLE, 1), *products, pieces)))
@@ -446,7 +447,7 @@ def experts(
     weights: np.ndarray,
     packed: CPUExperts,
     kind: int,
-    int_level: str,
+    vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
     """Return float32 [T, H], see `Backend.experts`. `kind` is an activation's, the rest as for `products.linear`."""
@@ -460,7 +461,7 @@ def experts(
     gathered = launcher.empty((groups.padded, x.shape[1]))
     sizes = {"items": groups.count, "work": 3 * groups.count * x.shape[1]}
     launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)
-    settings = int_level, round_inputs
+    settings = vnni, round_inputs
     if packed.first.one.gated:
         inner = multiply(groups, gathered, x.shape[1], packed.first, kind, *settings)
     else:
@@ -480,6 +481,14 @@ def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, kind: int) -> np
     """Return activation(gate) * up of products whose columns do not alternate, [capacity, I]."""
     width = packed.first.one.outputs // 2
     out, pieces = groups.launcher.empty((groups.padded, width)), pieces_of(width)
-    args = groups.at(both, 4 * both.shape[1]), both.shape[1], groups.at(out, 4 * width), width, kind, 1, pieces
-    groups.emit(activate_rows, *args, kind=ROWS, factor=pieces, work=COST * groups.count * width)
+    args = (
+        groups.rows_of(both, 4 * both.shape[1]),
+        both.shape[1],
+        groups.rows_of(out, 4 * width),
+        width,
+        kind,
+        1,
+        pieces,
+    )
+    groups.emit(activate_rows, *args, unit=ROWS, factor=pieces, work=COST * groups.count * width)
     return out

@@ -35,7 +35,7 @@ X, X_STRIDE, WEIGHT, OUT, H_TOKENS, HEADS, INPUTS, OUTPUTS, CHUNKS = range(9)
 
 @dataclass(frozen=True, slots=True)
 class CPUHeads:
-    """A packed matrix for each of `heads` heads, flat as the module docstring says; `paired`: as pairs."""
+    """A packed matrix for each of `heads` heads, flat, in the layout of the module docstring; `paired`: in pairs."""
 
     data: np.ndarray
     heads: int
@@ -45,7 +45,7 @@ class CPUHeads:
 
     @property
     def op(self) -> Op:
-        """What multiplies with them."""
+        """The op that multiplies with these matrices."""
         return heads_pairs if self.paired else MULTIPLY[self.data.dtype]
 
 

@@ -72,10 +72,10 @@ tile_height = jit(sizes.tile_height)
 
 @jit
 def next_panel(at, next_vector, row, rows):
-    """Return what to fetch ahead while a tile multiplies: the next 32 columns, half of them if there are more tiles.
+    """Return what to prefetch while a tile multiplies: the next 32 columns, half of them if there are more tiles.
 
     One row goes through the weights as fast as memory can, and with more than one group of rows they are read from
-    the cache most of the time: there nothing is fetched.
+    the cache most of the time: there nothing is prefetched.
     """
     if rows == 1 or rows > ROW_GROUP:
         return at, at

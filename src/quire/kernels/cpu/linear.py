@@ -18,7 +18,7 @@ import numpy as np
 from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.formats import COLUMNS
 from quire.kernels.cpu.interleave import ROW_GROUP, next_panel, tile_height
-from quire.kernels.cpu.jit import jit, op, ops_by_dtype
+from quire.kernels.cpu.jit import jit, op_of, ops_by_dtype
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
@@ -34,14 +34,22 @@ from quire.kernels.cpu.simd import (
 
 NO_GATE = -1
 
+# Arguments of all ops of float weights and of codes: the weight, its bias or 0, out, elements between its rows, number
+# of rows, kind of the gate's activation or NO_GATE. Then come those of the two groups below; codes have more.
+WEIGHT, BIAS, OUT, OUT_STEP, ROWS, GATE = range(6)
+X, X_STEP, X_TILES, DEPTH = range(6, 10)  # x float32, elements between its rows, its whole tiles packed, its columns
+X_PAIRS, PAIRS = range(6, 8)  # x as tiles of pairs of bfloat16, pairs of a row
+
 
 @jit
-def fill_bias(bias, column, out, at, stride, rows):
-    """Start `rows` rows of a tile with the bias."""
-    low, high = load(bias, column), load(bias, column + 16)
-    for r in range(rows):
-        store(out, at + r * stride, low)
-        store(out, at + r * stride + 16, high)
+def fill_bias(args, column, out, at, stride, rows):
+    """Start `rows` rows of a tile with the bias, if there is one."""
+    if args[BIAS] != 0:
+        bias = f32_ptr(args[BIAS])
+        low, high = load(bias, column), load(bias, column + 16)
+        for r in range(rows):
+            store(out, at + r * stride, low)
+            store(out, at + r * stride + 16, high)
 
 
 @jit
@@ -53,76 +61,84 @@ def finish_gated(tile, out, at, stride, rows, kind):
 
 
 @jit
-def item_range(item, groups, rows):
-    """Return column, first row and last row + 1 of an item."""
+def item_range(item, rows):
+    """Return the first column, the first row and the last row + 1 of an item: 32 columns of up to ROW_GROUP rows."""
+    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
     column, row = item // groups * COLUMNS, item % groups * ROW_GROUP
     return column, row, min(row + ROW_GROUP, rows)
 
 
-@jit
-def linear_floats(elements, args, first, last, scratch):
-    """x times w in float32: full tiles from the packed rows, then fours and ones from x itself.
+def product_items(multiply):
+    """Return the body of an op that does items with multiply(w, args, column, start, stop, out, to, step, scratch).
 
-    args: w, bias or 0, x, its row step, packed x, out, its row step, rows, depth, gate's kind or -1.
+    `multiply` writes the products of rows start .. stop - 1 with 32 columns, from `column` on, plus the bias, to
+    out[to + (row - start) * step]. Of a gated weight that is a tile at the start of the scratch memory.
     """
-    w = elements(args[0])
-    x, x_step, packed, out, stride = f32_ptr(args[2]), args[3], f32_ptr(args[4]), f32_ptr(args[5]), args[6]
-    rows, depth, kind = args[7], args[8], args[9]
-    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile = f32_ptr(scratch)
-    for item in range(first, last):
-        column, start, stop = item_range(item, groups, rows)
-        at, next_vector, row = column * depth, 16 * depth, start
-        target, to, step = out, start * stride + column, stride
-        if kind >= 0:
-            target, to, step = tile, 0, COLUMNS
-        if args[1] != 0:
-            fill_bias(f32_ptr(args[1]), column, target, to, step, stop - start)
-        resume = np.int64(args[1] != 0)
-        while row + TILE_ROWS <= stop:
-            place = to + (row - start) * step
-            tile_many(w, at, 16, next_vector, packed, row * depth, TILE_ROWS, 1, depth, target, place, step, resume)
-            row += TILE_ROWS
-        while row + 4 <= stop:
-            place = to + (row - start) * step
-            tile_four(w, at, 16, next_vector, x, row * x_step, 1, x_step, depth, target, place, step, resume)
-            row += 4
-        while row < stop:
-            place = to + (row - start) * step
-            tile_one(w, at, 16, next_vector, x, row * x_step, 1, x_step, depth, target, place, step, resume)
-            row += 1
-        if kind >= 0:
-            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
+
+    @jit
+    def items(elements, args, first, last, scratch):
+        out, stride, kind, tile = f32_ptr(args[OUT]), args[OUT_STEP], args[GATE], f32_ptr(scratch)
+        for item in range(first, last):
+            column, start, stop = item_range(item, args[ROWS])
+            target, to, step = out, start * stride + column, stride
+            if kind >= 0:
+                target, to, step = tile, 0, COLUMNS
+            multiply(elements(args[WEIGHT]), args, column, start, stop, target, to, step, scratch)
+            if kind >= 0:
+                finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
+
+    return items
 
 
-@op
-def linear_pairs(args, first, last, scratch):
-    """x times w, both bfloat16. args: w, bias or 0, rounded x, out, its row step, rows, pairs, gate's kind or -1."""
-    w, packed, out, stride = bf16_ptr(args[0]), u32_ptr(args[2]), f32_ptr(args[3]), args[4]
-    rows, pairs, kind = args[5], args[6], args[7]
-    groups = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile = f32_ptr(scratch)
-    resume = np.int64(args[1] != 0)
-    for item in range(first, last):
-        column, start, stop = item_range(item, groups, rows)
-        at, next_vector, row = column * 2 * pairs, 32 * pairs, start
-        target, to, step = out, start * stride + column, stride
-        if kind >= 0:
-            target, to, step = tile, 0, COLUMNS
-        while row < stop:
-            height, place = tile_height(rows - row), to + (row - start) * step
-            ahead, ahead_too = next_panel(at, next_vector, row, rows)
-            if args[1] != 0:
-                fill_bias(f32_ptr(args[1]), column, target, place, step, height)
-            if height == 8:
-                dot_many(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume, ahead, ahead_too)
-            elif height == 4:
-                dot_four(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume, ahead, ahead_too)
-            else:
-                dot_one(w, at, next_vector, packed, row * pairs, pairs, target, place, step, resume, ahead, ahead_too)
-            row += height
-        if kind >= 0:
-            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, kind)
+@jit
+def multiply_rows(w, at, next_vector, args, k, count, start, stop, out, to, step, resume):
+    """Multiply elements k .. k + count - 1 of rows with 32 columns of float weights that begin at w[at].
+
+    Whole tiles are read packed, then four rows or one at a time from x itself. `resume`: whether sums start from `out`.
+    """
+    x, x_step, tiles, depth = f32_ptr(args[X]), args[X_STEP], f32_ptr(args[X_TILES]), args[DEPTH]
+    row = start
+    while row + TILE_ROWS <= stop:
+        place, x_at = to + (row - start) * step, row * depth + k * TILE_ROWS
+        tile_many(w, at, 16, next_vector, tiles, x_at, TILE_ROWS, 1, count, out, place, step, resume)
+        row += TILE_ROWS
+    while row + 4 <= stop:
+        place, x_at = to + (row - start) * step, row * x_step + k
+        tile_four(w, at, 16, next_vector, x, x_at, 1, x_step, count, out, place, step, resume)
+        row += 4
+    while row < stop:
+        place, x_at = to + (row - start) * step, row * x_step + k
+        tile_one(w, at, 16, next_vector, x, x_at, 1, x_step, count, out, place, step, resume)
+        row += 1
 
 
-FLOAT_OPS = ops_by_dtype("linear", linear_floats)
+@jit
+def multiply_floats(w, args, column, start, stop, out, to, step, scratch):
+    """Do an item in float32, see `product_items`."""
+    depth = args[DEPTH]
+    fill_bias(args, column, out, to, step, stop - start)
+    resume = np.int64(args[BIAS] != 0)
+    multiply_rows(w, column * depth, 16 * depth, args, 0, depth, start, stop, out, to, step, resume)
+
+
+@jit
+def multiply_pairs(w, args, column, start, stop, out, to, step, scratch):
+    """Do an item in pairs of bfloat16, see `product_items`."""
+    x, pairs, rows = u32_ptr(args[X_PAIRS]), args[PAIRS], args[ROWS]
+    at, next_vector, row = column * 2 * pairs, 32 * pairs, start
+    resume = np.int64(args[BIAS] != 0)
+    while row < stop:
+        height, place = tile_height(rows - row), to + (row - start) * step
+        ahead, ahead_too = next_panel(at, next_vector, row, rows)
+        fill_bias(args, column, out, place, step, height)
+        if height == 8:
+            dot_many(w, at, next_vector, x, row * pairs, pairs, out, place, step, resume, ahead, ahead_too)
+        elif height == 4:
+            dot_four(w, at, next_vector, x, row * pairs, pairs, out, place, step, resume, ahead, ahead_too)
+        else:
+            dot_one(w, at, next_vector, x, row * pairs, pairs, out, place, step, resume, ahead, ahead_too)
+        row += height
+
+
+FLOAT_OPS = ops_by_dtype("linear", product_items(multiply_floats))
+linear_pairs = op_of("linear_pairs", product_items(multiply_pairs), bf16_ptr)

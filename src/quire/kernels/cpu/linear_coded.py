@@ -22,12 +22,11 @@ from quire.checkpoint.small_floats import E4M3, E5M2, NONFINITE
 from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.formats import COLUMNS, stack_biases, to_storage
 from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, tile_height
-from quire.kernels.cpu.jit import Op, jit, op
-from quire.kernels.cpu.linear import fill_bias, finish_gated, item_range
+from quire.kernels.cpu.jit import Op, jit, op_of
+from quire.kernels.cpu.linear import BIAS, DEPTH, PAIRS, ROWS, X_PAIRS, fill_bias, multiply_rows, product_items
 from quire.kernels.cpu.linear_int import fill_by_rows, put_packed
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i32_ptr, u8_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
-    TILE_ROWS,
     coded_four,
     coded_many,
     coded_one,
@@ -38,9 +37,6 @@ from quire.kernels.cpu.simd import (
     mul,
     splat,
     store,
-    tile_four,
-    tile_many,
-    tile_one,
     unpack_word,
 )
 from quire.kernels.cpu.sizes import DEPTH_UNIT
@@ -104,19 +100,19 @@ def clear(target, place, step, height):
 
 
 @jit
-def panel_of_floats(args, at, column, start, stop, panel):
-    """Like `panel_of_pairs` to float32."""
-    w, depth, group, kind = u32_ptr(args[0]), args[at], args[at + 1], args[at + 5]
+def panel_of_floats(w, args, column, start, stop, panel):
+    """Unpack k start .. stop - 1 of 32 columns to float32, [2][PANEL][16]."""
+    depth, group, scales, short, table, kind = args[10], args[11], args[12], args[13], f32_ptr(args[14]), args[15]
     in_word, groups = 8 if kind == TABLE else 4, (depth + group - 1) // group
     for half in range(2):
         block = column // 16 + half
         k = start
         while k < stop:
             end = run_end(k, stop, group)
-            scale = scale_of(args[at + 2], args[at + 3], (block * groups + k // group) * 16, kind)
+            scale = scale_of(scales, short, (block * groups + k // group) * 16, kind)
             from_w = (block * (depth // in_word) + k // in_word) * 16
             to = half * PANEL * 16 + (k - start) * 16
-            unpack_floats(w, from_w, end - k, f32_ptr(args[at + 4]), kind, scale, panel, to)
+            unpack_floats(w, from_w, end - k, table, kind, scale, panel, to)
             k = end
 
 
@@ -132,7 +128,7 @@ def run_tile(height, w, args, scale_at, shift, lines, x_at, panel, panel_at, tar
     second, factors = np.int64(args[13] == E5M2_CODES), 2 if args[13] == POWERS else args[11]
     scale_next = (args[8] + args[9] - 1) // args[9] * 16
     codes = w, u32_ptr(args[12]), second, bf16_ptr(args[10]), scale_at, scale_next, shift
-    operands = u32_ptr(args[2]), x_at, panel, panel_at, PANEL_LINES
+    operands = u32_ptr(args[X_PAIRS]), x_at, panel, panel_at, PANEL_LINES
     if height == 8:
         coded_many(*codes, *lines, *operands, *target, factors, groups)
     elif height == 4:
@@ -144,7 +140,7 @@ def run_tile(height, w, args, scale_at, shift, lines, x_at, panel, panel_at, tar
 @jit
 def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at, out, place, step):
     """Add the products of k begin .. stop - 1 to a tile, group after group; the `fresh` one, the first, unpacks w."""
-    depth, own, pairs, kind = args[8], args[9], args[6], args[13]
+    depth, own, pairs, kind = args[8], args[9], args[PAIRS], args[13]
     in_word, count = 4 if kind in (E4M3_CODES, E5M2_CODES) else 8, (depth + own - 1) // own
     group, block, w_next, shift = own, column // 16, depth // in_word, 0
     if kind == POWERS:
@@ -177,89 +173,49 @@ def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at,
 
 
 @jit
-def pair_items(w, args, first, last, scratch):
-    """Items of a product of pairs; the type of w says what its codes are."""
-    out, stride, rows, pairs, gate = f32_ptr(args[3]), args[4], args[5], args[6], args[7]
-    blocks, tile = (rows + ROW_GROUP - 1) // ROW_GROUP, f32_ptr(scratch)
-    sums, panel = f32_ptr(scratch + SUMS_AT), bf16_ptr(scratch + PANEL_AT)
-    for item in range(first, last):
-        column, start, stop = item_range(item, blocks, rows)
-        target, to, step = out, start * stride + column, stride
-        if gate >= 0:
-            target, to, step = tile, 0, COLUMNS
-        depth = PANEL if tile_height(rows - start) == 8 else 2 * pairs  # of what one tile alone reads nothing is kept
-        for begin in range(0, 2 * pairs, depth):
-            end = min(begin + depth, 2 * pairs)
-            row = start
-            while row < stop:
-                height, place, at = tile_height(rows - row), to + (row - start) * step, (row - start) * COLUMNS
-                if begin == 0:
-                    if args[1] != 0:
-                        fill_bias(f32_ptr(args[1]), column, target, place, step, height)
-                    else:
-                        clear(target, place, step, height)
-                pair_tile(w, args, column, begin, end, row, row == start, height, panel, sums, at, target, place, step)
-                row += height
-        if gate >= 0:
-            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
+def multiply_code_pairs(w, args, column, start, stop, out, to, step, scratch):
+    """Do an item in pairs of bfloat16, see `product_items`; the type of w says what its codes are.
 
-
-@op
-def coded_tables(args, first, last, scratch):
-    """Like `linear_pairs` with nibbles for w; then depth of w, group, scales, whether these are bfloat16, table, kind.
-
-    They need not be looked up anew for every row: an item's first tile leaves what it unpacks to the others.
+    Nibbles need not be looked up anew for every row: the first tile leaves what it unpacks to the others.
     """
-    pair_items(u32_ptr(args[0]), args, first, last, scratch)
+    rows, pairs = args[ROWS], args[PAIRS]
+    sums, panel = f32_ptr(scratch + SUMS_AT), bf16_ptr(scratch + PANEL_AT)
+    depth = PANEL if tile_height(rows - start) == 8 else 2 * pairs  # of what one tile alone reads nothing is kept
+    for begin in range(0, 2 * pairs, depth):
+        end = min(begin + depth, 2 * pairs)
+        row = start
+        while row < stop:
+            height, place, at = tile_height(rows - row), to + (row - start) * step, (row - start) * COLUMNS
+            if begin == 0:
+                if args[BIAS] == 0:
+                    clear(out, place, step, height)
+                fill_bias(args, column, out, place, step, height)
+            pair_tile(w, args, column, begin, end, row, row == start, height, panel, sums, at, out, place, step)
+            row += height
 
 
-@op
-def coded_powers(args, first, last, scratch):
-    """Like `coded_tables` with scales that are powers of two, stored as what they add to the bits of bfloat16."""
-    pair_items(i32_ptr(args[0]), args, first, last, scratch)
+@jit
+def multiply_code_floats(w, args, column, start, stop, out, to, step, scratch):
+    """Do an item in float32, see `product_items`."""
+    panel, depth = f32_ptr(scratch + PANEL_AT), args[DEPTH]
+    fill_bias(args, column, out, to, step, stop - start)
+    for k in range(0, depth, PANEL):
+        end, resume = min(k + PANEL, depth), np.int64(k > 0 or args[BIAS] != 0)
+        panel_of_floats(w, args, column, k, end, panel)
+        multiply_rows(panel, 0, PANEL * 16, args, k, end - k, start, stop, out, to, step, resume)
 
 
-@op
-def coded_octets(args, first, last, scratch):
-    """Like `coded_tables` with bytes for w."""
-    pair_items(u8_ptr(args[0]), args, first, last, scratch)
-
-
-PAIR_OPS = {TABLE: coded_tables, POWERS: coded_powers, E4M3_CODES: coded_octets, E5M2_CODES: coded_octets}
-
-
-@op
-def coded_floats(args, first, last, scratch):
-    """Like `linear_float32` with codes for w; then as `coded_pairs`."""
-    x, x_step, packed, out, stride = f32_ptr(args[2]), args[3], f32_ptr(args[4]), f32_ptr(args[5]), args[6]
-    rows, depth, gate = args[7], args[8], args[9]
-    blocks = (rows + ROW_GROUP - 1) // ROW_GROUP
-    tile, panel, next_vector = f32_ptr(scratch), f32_ptr(scratch + PANEL_AT), PANEL * 16
-    for item in range(first, last):
-        column, start, stop = item_range(item, blocks, rows)
-        target, to, step = out, start * stride + column, stride
-        if gate >= 0:
-            target, to, step = tile, 0, COLUMNS
-        if args[1] != 0:
-            fill_bias(f32_ptr(args[1]), column, target, to, step, stop - start)
-        for k in range(0, depth, PANEL):
-            end = min(k + PANEL, depth)
-            panel_of_floats(args, 10, column, k, end, panel)
-            count, row, resume = end - k, start, np.int64(k > 0 or args[1] != 0)
-            while row + TILE_ROWS <= stop:
-                place, x_at = to + (row - start) * step, row * depth + k * TILE_ROWS
-                tile_many(panel, 0, 16, next_vector, packed, x_at, TILE_ROWS, 1, count, target, place, step, resume)
-                row += TILE_ROWS
-            while row + 4 <= stop:
-                place, x_at = to + (row - start) * step, row * x_step + k
-                tile_four(panel, 0, 16, next_vector, x, x_at, 1, x_step, count, target, place, step, resume)
-                row += 4
-            while row < stop:
-                place, x_at = to + (row - start) * step, row * x_step + k
-                tile_one(panel, 0, 16, next_vector, x, x_at, 1, x_step, count, target, place, step, resume)
-                row += 1
-        if gate >= 0:
-            finish_gated(tile, out, start * stride + column // 2, stride, stop - start, gate)
+# After the arguments of linear.py come depth of w, group, scales, whether these are bfloat16, table, kind of the codes.
+# Powers are stored as what they add to the bits of bfloat16.
+_pair_items = product_items(multiply_code_pairs)
+_octets = op_of("coded_octets", _pair_items, u8_ptr)
+PAIR_OPS = {
+    TABLE: op_of("coded_tables", _pair_items, u32_ptr),
+    POWERS: op_of("coded_powers", _pair_items, i32_ptr),
+    E4M3_CODES: _octets,
+    E5M2_CODES: _octets,
+}
+coded_floats = op_of("coded_floats", product_items(multiply_code_floats), u32_ptr)
 
 
 # Weights
@@ -303,7 +259,7 @@ class CodedLinear:
         """N as stored, a multiple of 32."""
         return self.data.size * 32 // self.bits // self.depth
 
-    def columns(self, ids: np.ndarray) -> np.ndarray:
+    def packed_columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
         return gated_columns(ids, self.outputs) if self.gated else ids
 
@@ -373,7 +329,7 @@ def _codes(part: QuantizedTensor) -> Codes:
 def _fill(weight: CodedLinear, first: int, some: Codes) -> None:
     """Store rows from number `first` on."""
     count = some.codes.shape[0]
-    columns = weight.columns(np.arange(first, first + count))
+    columns = weight.packed_columns(np.arange(first, first + count))
     stage = np.zeros((count, weight.depth), np.uint8)
     stage[:, : weight.inputs] = some.codes
     scales = some.scales

@@ -21,12 +21,12 @@ from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.arrays import Slabs
 from quire.kernels.cpu.formats import DIRECT_BYTES, STAGED_ELEMENTS, STORAGE, stack_biases
-from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, next_panel, tile_height
+from quire.kernels.cpu.interleave import gated_columns, next_panel, tile_height
 from quire.kernels.cpu.jit import Op, jit, op, op_of
+from quire.kernels.cpu.linear import item_range
 from quire.kernels.cpu.pointers import f16_ptr, f32_ptr, i32_ptr, i64_ptr, u8_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
     FLOAT_ROWS,
-    HAS_VNNI,
     add,
     float_tiles,
     get,
@@ -42,7 +42,6 @@ from quire.kernels.cpu.threads import Launcher, address_of
 from quire.kernels.weight_storage import stored_group
 
 GROUPS = (32, 64, 128)
-LEVELS = ("avx512_vnni", "generic")
 EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know those of 4 bits
 
 
@@ -66,14 +65,6 @@ def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, ki
         else:
             store(out, (row + r) * stride + column, left)
             store(out, (row + r) * stride + column + 16, right)
-
-
-@jit
-def item_range(item, rows):
-    """Return the first column, the first row and the last row + 1 of an item."""
-    blocks = (rows + ROW_GROUP - 1) // ROW_GROUP
-    row = item % blocks * ROW_GROUP
-    return item // blocks * COLUMNS, row, min(row + ROW_GROUP, rows)
 
 
 def _items(tiles, many_rows, few_rows, weights_in_word, input_ptr, inputs_in_word):
@@ -125,10 +116,10 @@ def _integer_items(bits, vnni):
     return _items(tiles, 8 if vnni else 2, 4 if vnni else 2, 32 // bits, u32_ptr, 4)
 
 
-OPS: dict[tuple[int, str], Op] = {
-    (bits, level): op_of(f"linear_int{bits}_{level}", _integer_items(bits, level != "generic"))
+OPS: dict[tuple[int, bool], Op] = {  # by bits, and whether they use VNNI
+    (bits, vnni): op_of(f"linear_int{bits}_{'avx512_vnni' if vnni else 'generic'}", _integer_items(bits, vnni))
     for bits in (8, 4)
-    for level in LEVELS
+    for vnni in (True, False)
 }
 FLOAT_OP = op_of("linear_int8_float", _items(float_tiles, FLOAT_ROWS, min(4, FLOAT_ROWS), 4, f32_ptr, 1))
 
@@ -195,7 +186,7 @@ class IntLinear:
         """Columns as stored, a multiple of 32."""
         return self.scales.shape[0]
 
-    def columns(self, ids: np.ndarray) -> np.ndarray:
+    def packed_columns(self, ids: np.ndarray) -> np.ndarray:
         """Return where rows `ids` of the weight are stored."""
         return gated_columns(ids, self.outputs) if self.gated else ids
 
@@ -221,7 +212,7 @@ def _blank(
     shifts = np.zeros(places, np.int16) if zeros else None
     scales = np.zeros(padded, np.float32)
     weight = IntLinear(data, scales, relative, shifts, None, outputs, inputs, depth, bits, group or depth, gated)
-    unused = np.setdiff1d(np.arange(padded), weight.columns(np.arange(outputs)))
+    unused = np.setdiff1d(np.arange(padded), weight.packed_columns(np.arange(outputs)))
     data.reshape(-1, depth * bits // 32, 16)[unused // 16, :, unused % 16] = 0x80808080 if bits == 8 else 0x88888888
     return weight
 
@@ -286,14 +277,6 @@ def pack_floats(
 
 
 # What a backend calls
-
-
-def resolve_level(level: str | None) -> str:
-    """Return the requested level, or the best of this CPU for None. Raises ConfigError for one that it lacks."""
-    allowed = LEVELS if HAS_VNNI else LEVELS[1:]
-    if level is not None and level not in allowed:
-        raise ConfigError(f"simd_level is {level!r}; allowed on this CPU: {', '.join(allowed)}", param="simd_level")
-    return level or allowed[0]
 
 
 def embed(launcher: Launcher, ids: np.ndarray, weight: IntLinear) -> np.ndarray:
@@ -367,7 +350,7 @@ def _integers(tensor: QuantizedTensor) -> Integers:
 def _fill(weight: IntLinear, first: int, some: Integers) -> None:
     """Store rows from number `first` on."""
     count = len(some.values)
-    columns = weight.columns(np.arange(first, first + count))
+    columns = weight.packed_columns(np.arange(first, first + count))
     values = some.values if weight.bits == 4 else some.values.view(np.uint8) ^ np.uint8(128)
     _put(weight, columns, values)
     if weight.group_scales is None:

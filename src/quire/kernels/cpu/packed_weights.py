@@ -1,8 +1,8 @@
 """Records of packed weights, as files hold them: what a backend packs is recorded, and replayed in the same order.
 
 A model's constructor calls `vector`, `pack_linear` and `pack_heads` in an order that follows from its config alone. So
-the results, in order, are all there is to a loaded model: `recording_weights` notes them, `replaying_weights` answers
-from the list without looking at the tensors it is given. The file's format is in `checkpoint/packed.py`.
+the results, in order, are a loaded model: `recording_weights` lists them, and `replaying_weights` returns them one by
+one without reading the tensors it is given. The file's format is in `checkpoint/packed.py`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Record = dict[str, Any]
 
 
 def packing_traits(backend: Backend) -> dict[str, Any]:
-    """Return what packed weights depend on beside the model. Raises ModelError for backends but the CPU's."""
+    """Return the settings of a backend that packed weights depend on. Raises ModelError for backends but the CPU's."""
     if not isinstance(backend, CPUBackend):
         raise ModelError(f"packed weights are for the CPU (device is {backend.name})")
     return {
         "layout": LAYOUT,
         "dtype": backend.dtype,
         "quantization": backend.quantization,
-        "simd": [backend.simd_level, backend.int_level],
+        "simd": list(backend.instructions),
     }
 
 
 @contextmanager
 def recording_weights(backend: Backend, records: list[Record]) -> Iterator[None]:
-    """Within, what the backend packs is added to `records` too."""
+    """Add a record of everything that the backend packs inside the context to `records`."""
 
     def wrap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def recording_weights(backend: Backend, records: list[Record]) -> Iterator[None]
 
 @contextmanager
 def replaying_weights(backend: Backend, records: Sequence[Record], where: str) -> Iterator[None]:
-    """Within, the backend answers from `records`, in order.
+    """Make the backend return the weights of `records`, in order, in place of packing any.
 
     Raises:
         ModelError: starting with `where`, if the model requests something else, or less.
@@ -85,7 +85,7 @@ def replaying_weights(backend: Backend, records: Sequence[Record], where: str) -
 
 @contextmanager
 def _replaced_ops(backend: Backend, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Lay these over the backend's own ops, of this object only."""
+    """Replace ops of this backend object by `calls` inside the context."""
     for name, call in calls.items():
         setattr(backend, name, call)
     try:

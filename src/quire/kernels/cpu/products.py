@@ -18,11 +18,12 @@ from quire.kernels.cpu.formats import COLUMNS, CPULinear
 from quire.kernels.cpu.interleave import ROW_GROUP, interleave_tiles_f32, pack_bf16_tiles
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.linear import FLOAT_OPS, NO_GATE, linear_pairs
-from quire.kernels.cpu.simd import TILE_ROWS
+from quire.kernels.cpu.simd import HAS_VNNI, TILE_ROWS
 from quire.kernels.cpu.sizes import DOT_ROWS, padded_rows
 from quire.kernels.cpu.threads import Launcher, address_of
 
-# What the items of an instruction are: a row, up to DOT_ROWS rows, TILE_ROWS whole rows, or up to ROW_GROUP rows.
+# The unit of an instruction, which has one item or several for each: a row, a tile of up to DOT_ROWS rows, a whole tile
+# of TILE_ROWS rows, or a block of up to ROW_GROUP rows.
 ROWS, TILES, WHOLE, BLOCKS = range(3, 7)
 ROWS_IN = {ROWS: 1, TILES: DOT_ROWS, WHOLE: TILE_ROWS, BLOCKS: ROW_GROUP}
 Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
@@ -30,18 +31,18 @@ Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 @dataclass(frozen=True)
 class Stack:
-    """A weight, or one matrix of every expert, all packed alike."""
+    """The weights of a product: one, or that of every expert, all of the same class, sizes and format."""
 
     weights: tuple[Weight, ...]
 
     @property
     def one(self) -> Weight:
-        """Any of them, to tell sizes and formats."""
+        """The first weight, for the sizes and the format, which all have."""
         return self.weights[0]
 
     @property
     def factor(self) -> int:
-        """Items of a product for each block of rows."""
+        """Return the number of items of a product for each block of rows: one for 32 columns."""
         return self.one.padded // COLUMNS
 
     @cached_property
@@ -52,31 +53,34 @@ class Stack:
 
 
 class ProductRows(Protocol):
-    """Rows to multiply. Arguments of ops are made by it, since experts have rows and arrays of their own."""
+    """The rows of a product, and what depends on whether all have the same weight (`Rows`) or not (`experts.Groups`).
+
+    The arguments of ops that differ from expert to expert are made here.
+    """
 
     @property
     def launcher(self) -> Launcher:
-        """What runs or records ops."""
+        """The launcher that runs or records the ops."""
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
-    def capacity(self, kind: int) -> int:
-        """Return how many rows an array has room for that is filled by items of this kind."""
+    def capacity(self, unit: int) -> int:
+        """Return how many rows an array must have room for that an instruction with this unit fills."""
 
     @property
     def row_count(self) -> Any:
-        """The argument that is the number of rows."""
+        """The argument for the number of rows."""
 
-    def at(self, array: np.ndarray, row_bytes: int) -> Any:
-        """Return the argument for where rows of `row_bytes` begin in `array`."""
+    def rows_of(self, array: np.ndarray, row_bytes: int) -> Any:
+        """Return the argument for the address of the first row in `array`, whose rows have `row_bytes`."""
 
-    def own(self, stack: Stack, name: str) -> Any:
-        """Return the argument for an array of a weight."""
+    def array_of(self, stack: Stack, name: str) -> Any:
+        """Return the argument for the array `name` of the weight; None if there is none."""
 
-    def emit(self, op: Op, *args: Any, kind: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        """Emit an op of `factor` items for each of a `kind`; `work`: multiply-adds. A product names its weights."""
+    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        """Emit an op with `factor` items for each unit, see `Launcher.emit`; `stack`: the weights that it reads."""
 
 
 class Rows:
@@ -85,24 +89,24 @@ class Rows:
     def __init__(self, launcher: Launcher, count: int) -> None:
         self.launcher, self.count, self.row_count = launcher, count, count
 
-    def capacity(self, kind: int) -> int:
-        if kind == WHOLE:
+    def capacity(self, unit: int) -> int:
+        if unit == WHOLE:
             return self.count // TILE_ROWS * TILE_ROWS
-        return padded_rows(self.count) if kind == TILES else self.count
+        return padded_rows(self.count) if unit == TILES else self.count
 
-    def at(self, array: np.ndarray, row_bytes: int) -> np.ndarray:
+    def rows_of(self, array: np.ndarray, row_bytes: int) -> np.ndarray:
         return array
 
-    def own(self, stack: Stack, name: str) -> Any:
+    def array_of(self, stack: Stack, name: str) -> Any:
         return getattr(stack.one, name)
 
-    def emit(self, op: Op, *args: Any, kind: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        units = self.count // TILE_ROWS if kind == WHOLE else -(-self.count // ROWS_IN[kind])
-        fetched: dict[str, Any] = {}
+    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        units = self.count // TILE_ROWS if unit == WHOLE else -(-self.count // ROWS_IN[unit])
+        prefetched: dict[str, Any] = {}
         if stack is not None and units == 1:
             data = stack.one.data
-            fetched = {"fetch": data, "fetch_bytes": data.nbytes // factor}
-        self.launcher.emit(op, *args, items=units * factor, work=work, **fetched)
+            prefetched = {"prefetch": data, "prefetch_bytes": data.nbytes // factor}
+        self.launcher.emit(op, *args, items=units * factor, work=work, **prefetched)
 
 
 def linear(
@@ -111,22 +115,22 @@ def linear(
     weight: Weight,
     gate: int | None = None,
     *,
-    int_level: str | None = None,
+    vnni: bool = HAS_VNNI,
     round_inputs: bool = True,
 ) -> np.ndarray:
     """Return x [T, K] times the weight (+ bias), [T, N]; of a gated weight activation(gate) * up, [T, N/2].
 
     Args:
-        x: rows anywhere. gate: kind of the activation of a gated weight, a number of activations.py.
-        int_level, round_inputs: of integer weights: one of `linear_int.LEVELS`, None for the best of this CPU; whether
-            x is rounded to 8 bits. It stays float32 for 8-bit weights without groups only (ValueError for others).
+        x: rows anywhere in memory. gate: the activation of a gated weight, a number of activations.py.
+        vnni, round_inputs: of integer weights: whether AVX-512 VNNI is used; whether x is rounded to 8 bits. It may
+            stay float32 for 8-bit weights without groups only (ValueError for others).
     """
     assert (gate is not None) == weight.gated
     outputs = weight.outputs // 2 if weight.gated else weight.outputs
     if x.shape[0] == 0:
         return launcher.empty((0, outputs))
     x, step = as_rows(x)
-    out = multiply(Rows(launcher, x.shape[0]), x, step, Stack((weight,)), gate, int_level, round_inputs)
+    out = multiply(Rows(launcher, x.shape[0]), x, step, Stack((weight,)), gate, vnni, round_inputs)
     return out[: x.shape[0], :outputs]
 
 
@@ -136,63 +140,69 @@ def multiply(
     step: int,
     stack: Stack,
     gate: int | None,
-    int_level: str | None,
+    vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
-    """Emit `linear` for rows that are `step` elements apart; columns, and rows of whole tiles, are padded."""
-    source, kind = (rows.at(x, 4 * step), step), NO_GATE if gate is None else gate
+    """Emit a product, see `linear`, of rows `step` elements apart; rows and columns of the result are padded."""
+    source, gate_kind = (rows.rows_of(x, 4 * step), step), NO_GATE if gate is None else gate
     if isinstance(stack.one, linear_int.IntLinear):
-        return _integers(rows, source, stack, stack.one, kind, int_level, round_inputs)
+        return _integers(rows, source, stack, stack.one, gate_kind, vnni, round_inputs)
     if stack.one.paired:
-        return _pairs(rows, source, stack, stack.one, kind)
-    return _floats(rows, source, stack, stack.one, kind)
+        return _pairs(rows, source, stack, stack.one, gate_kind)
+    return _floats(rows, source, stack, stack.one, gate_kind)
 
 
 def _pairs(
-    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, kind: int
+    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
 ) -> np.ndarray:
-    """Round rows to bfloat16, in tiles of pairs, and multiply them."""
+    """Emit the rounding of rows to tiles of pairs of bfloat16, and their product."""
     pairs, capacity = (one.inputs + 1) // 2, rows.capacity(TILES)
-    packed = rows.at(rows.launcher.empty((capacity * pairs,), np.uint32), 4 * pairs)
+    packed = rows.rows_of(rows.launcher.empty((capacity * pairs,), np.uint32), 4 * pairs)
     args = *source, packed, rows.row_count, one.inputs
-    rows.emit(pack_bf16_tiles, *args, kind=TILES, factor=1, work=rows.count * one.inputs)
+    rows.emit(pack_bf16_tiles, *args, unit=TILES, factor=1, work=rows.count * one.inputs)
     product = linear_coded.pair_op(one) if isinstance(one, linear_coded.CodedLinear) else linear_pairs
-    return _product(rows, product, stack, capacity, (packed,), (pairs, kind, *_coding(rows, stack)))
+    return _product(rows, product, stack, capacity, gate_kind, (packed, pairs))
 
 
 def _floats(
-    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, kind: int
+    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
 ) -> np.ndarray:
-    """Pack the rows that fill whole tiles, and multiply all in float32."""
+    """Emit the packing of the rows that fill whole tiles, and the product of all in float32."""
     depth = one.inputs
-    packed = rows.at(rows.launcher.empty((rows.capacity(WHOLE) * depth,)), 4 * depth)
+    packed = rows.rows_of(rows.launcher.empty((rows.capacity(WHOLE) * depth,)), 4 * depth)
     work = 4 * rows.count * depth
-    rows.emit(interleave_tiles_f32, *source, packed, depth, kind=WHOLE, factor=1, work=work)
+    rows.emit(interleave_tiles_f32, *source, packed, depth, unit=WHOLE, factor=1, work=work)
     product = FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
-    inputs = *source, packed
-    return _product(rows, product, stack, rows.capacity(ROWS), inputs, (depth, kind, *_coding(rows, stack)))
+    return _product(rows, product, stack, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
 
 
 def _coding(rows: ProductRows, stack: Stack) -> tuple[Any, ...]:
-    """Return the further arguments of ops of codes; none for other weights."""
+    """Return the arguments that ops of codes have beyond those of floats; none for other weights."""
     if not isinstance(stack.one, linear_coded.CodedLinear):
         return ()
-    weight, scales = stack.one, rows.own(stack, "scales")
+    weight, scales = stack.one, rows.array_of(stack, "scales")
     short = int(weight.scales.dtype == np.uint16)
-    return weight.depth, weight.group, scales, short, rows.own(stack, "table"), linear_coded.kind_of(weight)
+    return weight.depth, weight.group, scales, short, rows.array_of(stack, "table"), linear_coded.kind_of(weight)
 
 
 def _product(
-    rows: ProductRows, op: Op, stack: Stack, capacity: int, inputs: tuple[Any, ...], numbers: tuple[Any, ...]
+    rows: ProductRows, op: Op, stack: Stack, capacity: int, gate_kind: int, inputs: tuple[Any, ...]
 ) -> np.ndarray:
-    """Emit an op of float weights or codes: weight, bias, inputs, out, its row step, rows, numbers."""
+    """Emit an op of float weights or codes; `inputs` are its arguments after the gate's kind, see linear.py."""
     one = stack.one
     width = one.padded // 2 if one.gated else one.padded
     out = rows.launcher.empty((capacity, width))
-    target = rows.at(out, 4 * width), width, rows.row_count
+    target = rows.rows_of(out, 4 * width), width, rows.row_count
     work = rows.count * one.padded * one.depth
-    weights = rows.own(stack, "data"), rows.own(stack, "bias")
-    rows.emit(op, *weights, *inputs, *target, *numbers, kind=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    args = (
+        rows.array_of(stack, "data"),
+        rows.array_of(stack, "bias"),
+        *target,
+        gate_kind,
+        *inputs,
+        *_coding(rows, stack),
+    )
+    rows.emit(op, *args, unit=BLOCKS, factor=stack.factor, work=work, stack=stack)
     return out
 
 
@@ -201,31 +211,31 @@ def _integers(
     source: Any,
     stack: Stack,
     one: linear_int.IntLinear,
-    kind: int,
-    int_level: str | None,
+    gate_kind: int,
+    vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
-    """Round rows to 8 bits, or leave them in float32, in tiles, and multiply them."""
+    """Emit the packing of rows in tiles, in 8 bits or float32, and their product with integers."""
     launcher, capacity, depth = rows.launcher, rows.capacity(TILES), one.depth
     width = one.padded // 2 if one.gated else one.padded
     out = rows.launcher.empty((rows.capacity(ROWS), width))
     read = *source, rows.row_count, one.inputs, depth
     if round_inputs:
-        op, parts = linear_int.OPS[one.bits, linear_int.resolve_level(int_level)], depth // one.group
-        packed = rows.at(launcher.empty((capacity * depth // 4,), np.uint32), depth)
-        starts = rows.at(launcher.empty((capacity * parts,), np.int32), 4 * parts)
-        scales = rows.at(launcher.empty((capacity,)), 4)
-        made = one.group, 1 << (one.bits - 1), packed, starts, scales, rows.own(stack, "order")
-        rows.emit(quantize.quantize_tiles, *read, *made, kind=TILES, factor=1, work=rows.count * depth)
+        op, parts = linear_int.OPS[one.bits, vnni], depth // one.group
+        packed = rows.rows_of(launcher.empty((capacity * depth // 4,), np.uint32), depth)
+        starts = rows.rows_of(launcher.empty((capacity * parts,), np.int32), 4 * parts)
+        scales = rows.rows_of(launcher.empty((capacity,)), 4)
+        made = one.group, 1 << (one.bits - 1), packed, starts, scales, rows.array_of(stack, "order")
+        rows.emit(quantize.quantize_tiles, *read, *made, unit=TILES, factor=1, work=rows.count * depth)
     else:
         if one.bits != 8 or one.group_scales is not None:
             raise ValueError("inputs stay float32 for 8-bit weights without groups only")
         op, starts, scales = linear_int.FLOAT_OP, None, None
-        packed = rows.at(launcher.empty((capacity * depth,)), 4 * depth)
-        rows.emit(quantize.interleave_tiles, *read, packed, kind=TILES, factor=1, work=rows.count * depth)
-    factors = (rows.own(stack, name) for name in ("scales", "group_scales", "zeros", "bias"))
-    args = rows.own(stack, "data"), depth, one.group, *factors, packed, starts, scales
-    target = rows.at(out, 4 * width), width, rows.row_count, kind
+        packed = rows.rows_of(launcher.empty((capacity * depth,)), 4 * depth)
+        rows.emit(quantize.interleave_tiles, *read, packed, unit=TILES, factor=1, work=rows.count * depth)
+    factors = (rows.array_of(stack, name) for name in ("scales", "group_scales", "zeros", "bias"))
+    args = rows.array_of(stack, "data"), depth, one.group, *factors, packed, starts, scales
+    target = rows.rows_of(out, 4 * width), width, rows.row_count, gate_kind
     work = rows.count * one.padded * depth
-    rows.emit(op, *args, *target, kind=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    rows.emit(op, *args, *target, unit=BLOCKS, factor=stack.factor, work=work, stack=stack)
     return out

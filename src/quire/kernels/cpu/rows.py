@@ -13,7 +13,7 @@ from quire.kernels.cpu.threads import Launcher
 
 
 def as_ids(launcher: Launcher, ids: np.ndarray) -> np.ndarray:
-    """Return numbers as contiguous int64. While recording they must be that already: a copy would be out of date."""
+    """Return ids as contiguous int64. While recording they must be that already: a copy would not follow changes."""
     if ids.dtype == np.int64 and ids.flags.carray:
         return ids
     if launcher.recording:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import literal_unroll
 
-from quire.kernels.backend import SamplingOptions
+from quire.kernels.backend import Penalties, SamplingOptions, TopLogprobs
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op, share
 from quire.kernels.cpu.pointers import f32_ptr, f64_ptr, float64_from_bits, i32_ptr, i64_ptr, u8_ptr
@@ -145,7 +145,7 @@ class RowMaxima:
 
 
 def row_maxima(launcher: Launcher, logits: np.ndarray) -> RowMaxima:
-    """Compute those of logits [R, V] in one pass."""
+    """Emit the computation of the maxima of logits [R, V], in one pass over them."""
     source, stride = as_rows(logits)
     rows, size = source.shape
     chunks = -(-size // CHUNK)
@@ -273,7 +273,7 @@ def collect_largest(bits, logits, at, size, maxima, groups_at, chunks, top, n, c
     return count
 
 
-PIECE = 8192  # logits of one work item of `keep_bits`, tokens of one of `penalize`
+PIECE = 8192  # logits of one work item of `apply_bitmask`, tokens of one of `penalize`
 SHORT_LIST = 1024  # the largest top-k whose tokens are sorted
 SHORT_BIN = 64  # the most tokens of a bin that are sorted without looking closer
 TILE = 1024  # weights computed at a time
@@ -287,7 +287,7 @@ MASS, OTHER_MASS, COUNTS, WEIGHTS, PLACES = 0, BINS, 2 * BINS, 3 * BINS, 3 * BIN
 
 @op
 def penalize_pieces(args, first, last, scratch):
-    """Items are pieces of the list. logits, elements between rows, tokens, then as `penalize` has them."""
+    """Items are pieces of the list. logits, elements between rows, tokens, then the fields of `Penalties`."""
     logits, stride, total, rows = f32_ptr(args[0]), args[1], args[2], i64_ptr(args[3])
     starts, ids, counts = i64_ptr(args[4]), i32_ptr(args[5]), i32_ptr(args[6])
     repetition, presence, frequency = f32_ptr(args[7]), f32_ptr(args[8]), f32_ptr(args[9])
@@ -303,36 +303,22 @@ def penalize_pieces(args, first, last, scratch):
             logits[at] = value
 
 
-def penalize(
-    launcher: Launcher,
-    logits: np.ndarray,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    ids: np.ndarray,
-    counts: np.ndarray,
-    repetition: np.ndarray,
-    presence: np.ndarray,
-    frequency: np.ndarray,
-) -> None:
-    """Penalize logits [R, V] in place, see `Backend.apply_penalties`.
-
-    The others are contiguous: rows int64 [P], starts int64 [P + 1], ids and counts int32, the rest float32 [P].
-    """
-    total = len(ids)
+def penalize(launcher: Launcher, logits: np.ndarray, penalties: Penalties) -> None:
+    """Penalize logits [R, V] in place, see `Backend.apply_penalties`; the arrays of `penalties` are contiguous."""
+    total = len(penalties.ids)
     if not total:
         return
     target, stride = as_rows(logits)
-    options = rows, starts, ids, counts, repetition, presence, frequency
-    launcher.emit(penalize_pieces, target, stride, total, *options, items=-(-total // PIECE), work=16 * total)
+    launcher.emit(penalize_pieces, target, stride, total, *penalties, items=-(-total // PIECE), work=16 * total)
     if target is not logits:
         logits[...] = target
 
 
-# Masks of bits
+# Bitmasks
 
 
 @op
-def keep_bits_pieces(args, first, last, scratch):
+def bitmask_pieces(args, first, last, scratch):
     """Items are pieces of rows. logits, elements between rows, V, pieces of a row, rows, words, words of a row."""
     logits, stride, size, pieces, rows = f32_ptr(args[0]), args[1], args[2], args[3], i64_ptr(args[4])
     words, width = i32_ptr(args[5]), args[6]
@@ -350,14 +336,14 @@ def keep_bits_pieces(args, first, last, scratch):
                         logits[at + start + i] = -np.inf
 
 
-def keep_bits(launcher: Launcher, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
+def apply_bitmask(launcher: Launcher, logits: np.ndarray, rows: np.ndarray, bitmask: np.ndarray) -> None:
     """Bar tokens of logits [R, V] in place, see `Backend.apply_bitmask`; rows int64 [P], bitmask int32 [P, words]."""
     target, stride = as_rows(logits)
     size = logits.shape[1]
     assert bitmask.shape[1] * 32 >= size, "a bit for each token"
     pieces = -(-size // PIECE)
     options = target, stride, size, pieces, rows, bitmask, bitmask.shape[1]
-    launcher.emit(keep_bits_pieces, *options, items=len(rows) * pieces, work=len(rows) * size)
+    launcher.emit(bitmask_pieces, *options, items=len(rows) * pieces, work=len(rows) * size)
     if target is not logits:
         logits[...] = target
 
@@ -422,7 +408,7 @@ def draw_listed(logits, at, keys, count, top, options):
 
 @jit
 def goal_of(uniform, kept):
-    """Return where in the kept mass the draw falls; rounding must not push it past the last token."""
+    """Return the weight at which the draw ends, of the `kept` weight; rounding must not push it past the last token."""
     return min(uniform * kept, kept * (1 - 2.0**-53))
 
 
@@ -450,7 +436,7 @@ def fill_bins(logits, at, size, top, inverse, threshold, min_p, work):
 
 @jit
 def slice_of(logit, top, inverse, b):
-    """Return which of BINS slices of bin b a logit falls into."""
+    """Return the number of the slice, of BINS slices of bin b, in which a logit lies."""
     within = (np.float64(top) - np.float64(logit)) * inverse * BINS_PER_UNIT - b
     return min(np.int64(within * BINS), BINS - 1) if within < 1 else np.int64(BINS - 1)
 
@@ -626,13 +612,8 @@ def logprob_rows(args, first, last, scratch):
                 ids[out + j], logprobs[out + j] = token, np.float32(np.float64(logits[at + token]) - norm)
 
 
-def logprobs_of(
-    launcher: Launcher, known: RowMaxima, chosen: np.ndarray, k: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return token ids int64 [R, 1 + k], their logprobs float32 [R, 1 + k], and ranks int64 [R] of the chosen.
-
-    See `TopLogprobs`; chosen is contiguous int64 [R], k at most V.
-    """
+def logprobs_of(launcher: Launcher, known: RowMaxima, chosen: np.ndarray, k: int) -> TopLogprobs:
+    """Return the log-probabilities of the chosen tokens, contiguous int64 [R], and the k <= V most likely."""
     rows, size = known.logits.shape
     assert 0 <= k <= size, "k is at most the vocabulary"
     ids, logprobs = launcher.empty((rows, 1 + k), np.int64), launcher.empty((rows, 1 + k))
@@ -642,4 +623,4 @@ def logprobs_of(
     source = known.logits, known.stride, size, known.maxima, known.chunks, known.tops
     args = *source, chosen, ids, logprobs, ranks, k, keys, rows, shares
     launcher.emit(logprob_rows, *args, items=shares, work=8 * rows * size, grain=1)
-    return ids, logprobs, ranks
+    return TopLogprobs(ids, logprobs, ranks)

@@ -755,7 +755,7 @@ def _int_tile(rows, bits, vnni):
 
     @intrinsic(NOTHING, ANY, INT, INT, ANY, INT, INT, ANY, INT, INT, INT, ANY, ANY, INT, INT, ANY, INT, INT, INT)
     def tile(b, w, w_at, w_next, x, x_at, height, starts, starts_at, groups, steps, scales, zeros, s_at, *rest):
-        s_next, out, at, *fetched = rest
+        s_next, out, at, *prefetched = rest
         index = w_at.type
         sums = [[cgutils.alloca_once(b, I32V) for _ in range(2 * rows)] for _ in range(chains)]
         for i in range(2 * rows):
@@ -771,7 +771,7 @@ def _int_tile(rows, bits, vnni):
                 from_w = b.add(w_at, b.mul(number, index(LANES)))
                 from_x = b.add(x_at, b.mul(b.mul(number, index(per_step)), height))
                 both = [_octets(b, _load_words(b, w, b.add(from_w, o)), bits) for o in (index(0), w_next)]
-                for line in fetched if rows > 1 else ():
+                for line in prefetched if rows > 1 else ():
                     _prefetch(b, b.gep(w, [b.add(line, b.mul(number, index(LANES)))]))
                 for k in range(per_step):
                     operands = [_operand(b, octets[k], vnni) for octets in both]
@@ -799,7 +799,7 @@ def _int_tile(rows, bits, vnni):
     scale, zero  the bits of float16, at s_at + (c // 16) * s_next + g * 16 + c % 16
     out    float32, at `at` + r * 32 + c
 
-    With several rows every step fetches a line of w into the second-level cache, from `ahead` and `ahead_too` on.
+    With several rows every step prefetches a line of w into the second-level cache, from `ahead` and `ahead_too` on.
     """
     return tile
 
@@ -1277,7 +1277,7 @@ def _coded_tile(rows):
     out[r, c]    at out_at + r * out_next + c; float32
 
     A tile of 8 rows writes the pairs of bfloat16 to the vectors at panel_at and panel_at + panel_next, where w are
-    codes, for the rows that follow; and it fetches the codes of the next columns into the second-level cache.
+    codes, for the rows that follow; and it prefetches the codes of the next columns into the second-level cache.
     """
     return tile
 

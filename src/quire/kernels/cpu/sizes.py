@@ -26,7 +26,7 @@ INSTRUCTION_BYTES = 8 * ROW
 # Attention, see attention.py
 SEGMENT = 128  # positions whose scores are weighed together
 GROUP = 8  # query rows of the largest register tile: 8 x 2 sums and the operands fill AVX-512's 32 registers
-UNIT_ROWS = 64  # an item aims for: keys and values that another core's cache gave up are read once for them
+UNIT_ROWS = 64  # rows of an item, where there are enough: each reads the keys and values from memory once
 SPLIT_ROWS = 16  # units with more rows are not split
 ITEMS_PER_THREAD = 4  # items there should be for each thread
 PARTIAL_BYTES = 1 << 26  # at most for the partial results of split units
@@ -44,7 +44,7 @@ def can_gate(parts: Sequence[Tensor]) -> bool:
 
 
 def tile_height(rows: int) -> int:
-    """Rows of the tile of pairs that computes the next of `rows` rows; the tile may have more than are left."""
+    """Return the rows of the next tile of pairs if `rows` are left; the tile may have more."""
     return 8 if rows > 4 else 4 if rows > 1 else 1
 
 
@@ -55,12 +55,12 @@ def padded_rows(rows: int) -> int:
 
 
 def expert_rows(pairs: int, experts: int) -> int:
-    """Return how many rows are kept for so many pairs of a token and an expert, however they fall to experts."""
+    """Return the rows needed for `pairs` of a token and an expert, however they are distributed among experts."""
     return pairs + min(pairs, 3 * experts)  # a tile of 2 rows has 2 more, one of 5 has 3
 
 
 def head_groups(num_heads: int) -> int:
-    """Return into how many groups heads are cut that share a latent cache: none has more rows than an item."""
+    """Return the number of groups of heads that share a latent cache: the fewest with at most UNIT_ROWS heads each."""
     return next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= UNIT_ROWS)
 
 
@@ -71,7 +71,7 @@ class PlanSizes:
     Attributes:
         target_items: items there should be; 0 for one thread. max_queries, min_queries: of a unit.
         item_rows, partial_rows: rows that an item, and a partial result, have memory for.
-        slot: float32 values of a partial result. slots: how many of them there may be.
+        partial_size: float32 values of a partial result. num_partials: the most there may be.
         items, merges: records there may be.
     """
 
@@ -80,8 +80,8 @@ class PlanSizes:
     min_queries: int
     item_rows: int
     partial_rows: int
-    slot: int
-    slots: int
+    partial_size: int
+    num_partials: int
     items: int
     merges: int
 
@@ -93,7 +93,7 @@ def plan_sizes(num_threads: int, tokens: int, positions: int, params: AttentionP
     least = GROUP // gcd(GROUP, group)
     most = max(1, UNIT_ROWS // group // least * least or UNIT_ROWS // group)
     partial_rows = round_up(max(group, SPLIT_ROWS), LANES)
-    slot = 2 * (partial_rows + LANES) + partial_rows * round_up(params.out_size, 32)
-    slots = min(target * -(-positions // SEGMENT), PARTIAL_BYTES // (4 * slot))
+    partial_size = 2 * (partial_rows + LANES) + partial_rows * round_up(params.out_size, 32)
+    num_partials = min(target * -(-positions // SEGMENT), PARTIAL_BYTES // (4 * partial_size))
     limits = tokens + 2 * target + 1, target + 1
-    return PlanSizes(target, most, min(least, most), most * group, partial_rows, slot, slots, *limits)
+    return PlanSizes(target, most, min(least, most), most * group, partial_rows, partial_size, num_partials, *limits)

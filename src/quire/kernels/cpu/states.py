@@ -31,7 +31,7 @@ COST = 4  # multiply-adds that take about as long as one input with its load
 
 @jit
 def earlier(x, x_at, stride, token, state, state_at, width, taps, fresh, count):
-    """Return the input of `token`, counted from the first of this step; those before it lie in the state."""
+    """Return the input of `token`, counted from the first of this step; negative ones are read from the state."""
     if token >= 0:
         return load_lanes(x, x_at + token * stride, count)
     if fresh:
@@ -112,7 +112,7 @@ DELTA_COST = 4  # multiply-adds of a token for each element of the matrix
 
 @jit
 def advance(state, at, step, rows, q, k, decay, v, beta, count):
-    """Take up to 16 columns at state[at + row * step] through a token, and return what its query finds."""
+    """Update up to 16 columns at state[at + row * step] by a token, and return the products of its query with them."""
     found = splat(np.float32(0))
     for row in range(rows):
         found = multiply_add(load_lanes(state, at + row * step, count), splat(k[row]), found)
@@ -128,7 +128,7 @@ def advance(state, at, step, rows, q, k, decay, v, beta, count):
 
 @jit
 def advance_four(state, at, step, rows, q, k, decay, v, v_at, beta, out, out_at):
-    """`advance` for 64 columns, sixteen by sixteen: sums that do not wait for each other. Writes to out[out_at]."""
+    """Do as `advance` for 64 columns, in four independent sums of sixteen each, and write the result to out[out_at]."""
     a = b = c = d = splat(np.float32(0))
     for row in range(rows):
         place, factor = at + row * step, splat(k[row])

@@ -8,7 +8,7 @@ its own time and no meeting.
 
 Waiting yields the core. A thread spins for about as long as a wake-up takes (some 20 us) and then sleeps in a futex:
 beside other busy processes a sleeper is woken at once, while one that spins uses up its time slice and then waits for
-milliseconds. While it spins for a linear layer's turn it fetches the first weights of its next share into its cache,
+milliseconds. While it spins for a linear layer's turn it prefetches the first weights of its next share into its cache,
 which keeps memory busy.
 
 State of a team, int64 in cache lines of its own: see the names below. Only compiled code lives here; threads.py has
@@ -31,7 +31,7 @@ from quire.kernels.cpu.simd import _prefetch
 from quire.kernels.cpu.sizes import ROW
 
 # One row of a program, ROW values
-OP, ITEMS, ITEMS_AT, GRAIN, ALONE_BELOW, FETCH, FETCH_BYTES = range(7)  # see `threads.Launcher.emit`
+OP, ITEMS, ITEMS_AT, GRAIN, ALONE_BELOW, PREFETCH, PREFETCH_BYTES = range(7)  # see `threads.Launcher.emit`
 ARGS = 8  # the first argument; those before are the team's
 
 # A team's state; a line of 8 values each
@@ -39,7 +39,7 @@ JOB, ARRIVED, MET, SLEEPING, CLAIMS = 0, 8, 16, 24, 32
 PROGRAM, COUNT, STOP, NEXT = JOB + 1, JOB + 2, JOB + 3, MET + 1
 LINE = 8
 
-FETCH_LIMIT = 1 << 17  # bytes a waiting thread fetches ahead: part of a core's second-level cache
+PREFETCH_LIMIT = 1 << 17  # bytes that a waiting thread prefetches: part of a core's second-level cache
 LOOK_AHEAD = 8  # instructions among which the next weights are looked for
 
 HAS_FUTEX = sys.platform == "linux" and platform.machine().lower() in ("x86_64", "amd64", "aarch64", "arm64")
@@ -125,7 +125,7 @@ def pause(b):
 
 
 @intrinsic(NOTHING, INT)
-def fetch(b, address):
+def prefetch(b, address):
     """Start loading the cache line at this address into the second-level cache."""
     _prefetch(b, b.inttoptr(address, I8.as_pointer()))
 
@@ -135,7 +135,7 @@ def fetch(b, address):
 
 @jit
 def item_count(row):
-    """How many items an instruction has: known when it was recorded, or computed by one before it."""
+    """Return the number of items of an instruction: recorded with it, or computed by one before it."""
     if row[ITEMS_AT] != 0:
         return i64_ptr(row[ITEMS_AT])[0]
     return row[ITEMS]
@@ -143,7 +143,7 @@ def item_count(row):
 
 @jit
 def deal(team, ranks, items):
-    """Give every rank its share of the items to begin with."""
+    """Divide the items among the ranks."""
     for rank in range(ranks):
         cell = CLAIMS + LINE * rank
         team[cell + 1] = items * (rank + 1) // ranks
@@ -183,28 +183,30 @@ def do_alone(team, program, index, count, ranks, scratch):
 
 @jit
 def next_weights(program, index, count, rank, ranks):
-    """Return where the weights of this rank's next share begin, and how many bytes to fetch ahead."""
+    """Return where the weights of this rank's next share begin, and how many bytes to prefetch."""
     for candidate in range(index, min(index + LOOK_AHEAD, count)):
         row = i64_ptr(program + 8 * ROW * candidate)
-        if row[FETCH] != 0:
+        if row[PREFETCH] != 0:
             first, last = row[ITEMS] * rank // ranks, row[ITEMS] * (rank + 1) // ranks
-            return row[FETCH] + first * row[FETCH_BYTES], min((last - first) * row[FETCH_BYTES], FETCH_LIMIT)
+            return row[PREFETCH] + first * row[PREFETCH_BYTES], min(
+                (last - first) * row[PREFETCH_BYTES], PREFETCH_LIMIT
+            )
     return np.int64(0), np.int64(0)
 
 
 @jit
-def fetch_ahead(start, size, team, met):
-    """Fetch memory until the others are there."""
+def prefetch_weights(start, size, team, met):
+    """Prefetch memory until the other threads are there."""
     for at in range(0, size, 1024):
         if atomic_load(team, MET) != met:
             return
         for line in range(at, min(at + 1024, size), 64):
-            fetch(start + line)
+            prefetch(start + line)
 
 
 @jit
 def wait(team, word, seen, spins):
-    """Return when team[word] is no longer `seen`."""
+    """Wait until team[word] is no longer `seen`."""
     for _ in range(spins):
         if atomic_load(team, word) != seen:
             return
@@ -217,7 +219,7 @@ def wait(team, word, seen, spins):
 
 @jit
 def release(team, word):
-    """Let those go on who wait for this word to change."""
+    """Change team[word], and wake the threads that wait for it to change."""
     atomic_add(team, word, 1)
     if atomic_load(team, SLEEPING) > 0:
         system_wake(team, word)
@@ -242,7 +244,7 @@ def walk(team, program, index, count, rank, ranks, spins, scratch, job):
             team[following] = index
             release(team, MET)
         else:
-            fetch_ahead(start, size, team, met)
+            prefetch_weights(start, size, team, met)
             wait(team, MET, met, spins)
             index = team[following]
 
@@ -269,7 +271,7 @@ def run(state, program, count, ranks, spins, scratch, masks, mask_size):
 
 @entry
 def serve(state, rank, ranks, spins, scratch):
-    """Be one of the other ranks: do a share of every program until `stop`."""
+    """Run as one of the other ranks: do a share of every program until `stop`."""
     team, seen = i64_ptr(state), 0
     while True:
         wait(team, JOB, seen, spins)

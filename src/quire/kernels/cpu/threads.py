@@ -110,21 +110,21 @@ class Launcher:
         items_at: np.ndarray | None = None,
         alone_below: int | None = None,
         grain: int | None = None,
-        fetch: np.ndarray | None = None,
-        fetch_bytes: int = 0,
+        prefetch: np.ndarray | None = None,
+        prefetch_bytes: int = 0,
         holds: object = None,
     ) -> None:
         """Run or record one instruction.
 
         Args:
-            args: at most 24; what each becomes is said at `Argument`.
+            args: at most 24, see `Argument`.
             items: how many there are. work: about how many multiply-adds all of them take; little is done by one
                 thread.
-            items_at: int64 array whose first value will be the number of items when the instruction's turn comes;
-                then `alone_below` says below how many items one thread does all.
+            items_at: int64 array whose first value is the number of items, read when the instruction runs; with fewer
+                than `alone_below` items one thread does all.
             grain: items taken at a time.
-            fetch, fetch_bytes: memory that item i reads from byte i * fetch_bytes on, worth fetching ahead.
-            holds: what owns memory that the op finds by addresses in its arguments; kept as long as they are.
+            prefetch, prefetch_bytes: memory that item i reads from byte i * prefetch_bytes on, to be prefetched.
+            holds: the owner of memory that the op finds by addresses in its arguments; kept alive as long as they are.
         """
         if alone_below is None:
             alone_below = items + 1 if work < SMALL_WORK else 0
@@ -135,8 +135,8 @@ class Launcher:
         row[team.OP], row[team.ITEMS], row[team.GRAIN], row[team.ALONE_BELOW] = op.address, items, grain, alone_below
         if items_at is not None:
             row[team.ITEMS_AT] = self._word(items_at, keep)
-        if fetch is not None:
-            row[team.FETCH], row[team.FETCH_BYTES] = self._word(fetch, keep), fetch_bytes
+        if prefetch is not None:
+            row[team.PREFETCH], row[team.PREFETCH_BYTES] = self._word(prefetch, keep), prefetch_bytes
         assert len(args) <= team.ROW - team.ARGS, f"{op.name} has too many arguments"
         for place, arg in enumerate(args, team.ARGS):
             row[place] = arg if type(arg) is int else self._word(arg, keep)
@@ -238,7 +238,7 @@ def _own_cores() -> list[int]:
 
 
 def _serve(kept: object, core: int | None, *args: int) -> None:
-    """Be one of the team's threads, on a core of its own if given; `kept` is the memory it works in."""
+    """Run as one of the team's threads, on `core` if given; `kept` keeps the memory it works in alive."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     team.serve(*args)

@@ -66,7 +66,7 @@ class ReferenceLinear:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceExpert:
-    """What `pack_linear` makes of gate and up together, and of down."""
+    """The packed weights of an expert: gate and up together, and down."""
 
     gate_up: LinearWeight
     down: LinearWeight
@@ -192,7 +192,7 @@ class ReferenceBackend(HostMemory, Backend):
         target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Here everything is computed each time."""
+        """Return `build`: nothing is recorded."""
         return build
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -265,7 +265,7 @@ class ReferenceBackend(HostMemory, Backend):
         return self._multiply(x, weight, weight.weight.to(self._compute))
 
     def _multiply(self, x: torch.Tensor, weight: ReferenceLinear, wide: torch.Tensor) -> torch.Tensor:
-        """Return `linear`, given the weight in the type of sums as well."""
+        """Return the product of `linear`; `wide` is the weight in the dtype of sums."""
         if weight.round_inputs is not None:
             x = weight.round_inputs(x)
         elif self._round_linear_inputs:
