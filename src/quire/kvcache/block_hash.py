@@ -1,8 +1,8 @@
-"""`BlockHasher`: names the content of a block by a chain of keyed hashes over the whole token prefix.
+"""`BlockHasher`: identifies the content of a block by a chain of keyed hashes over the whole token prefix.
 
-The KV of a block depends on every token before it, so a block is named by H(parent's name, its tokens), the first
-parent being a root that stands for everything else that must agree (the cache salt). Names are 128-bit keyed BLAKE2b
-digests (RFC 7693): without the key nobody can construct two prefixes with one name, and by chance it does not happen.
+The KV of a block depends on every token before it, so its hash is H(hash of its parent, its tokens). The first parent
+is a root that stands for everything else that must agree (the cache salt). Hashes are 128-bit keyed BLAKE2b digests
+(RFC 7693): without the key nobody can construct two prefixes with the same hash, and by chance it does not happen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 
 DIGEST_BYTES = 16
 
-# What a request says, or (name of its LoRA adapter, what the request says).
+# The salt of a request, or (name of its LoRA adapter, salt of the request).
 CacheSalt = str | tuple[str, str | None] | None
 
 
@@ -21,7 +21,7 @@ class BlockHasher:
     """Computes block hashes under one key.
 
     Args:
-        key: up to 64 bytes; None draws a random one, right unless several processes must agree on names.
+        key: up to 64 bytes; None draws a random one. Processes that share blocks must have the same.
     """
 
     __slots__ = ("_key",)
@@ -42,9 +42,9 @@ class BlockHasher:
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"root").digest()
 
     def extend(self, parent: bytes, token_ids: list[int]) -> bytes:
-        """Return the name of the block holding `token_ids`, which follows the block (or root) named `parent`.
+        """Return the hash of the block with `token_ids` that follows the block, or root, with the hash `parent`.
 
-        A block that is not full, the tail of a sequence, has fewer tokens, and so a name of its own.
+        A block that is not full, the tail of a sequence, has fewer tokens, and so a hash of its own.
         """
         message = parent + array("I", token_ids).tobytes()
         return hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key).digest()

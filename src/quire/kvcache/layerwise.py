@@ -59,12 +59,12 @@ class LayerwiseBlocks:
         is_first: bool,
         num_reserved: int,
     ) -> bool:
-        """Whether a request may decode in this step for all the layerwise blocks it holds; make some of them resident.
+        """Make layerwise blocks of a request resident, as far as there is room; return whether it may decode now.
 
-        A prefill may always be scheduled: its layers are loaded while others compute. A decode would slow down every
-        step of all others. So in each step some of its layerwise blocks become resident, as far as blocks are free, and
-        it waits until no more are left than may be loaded in every step. The last few are exchanged for resident blocks
-        of the requests behind. The first request of a step never waits: nobody before it would ever free any blocks.
+        A prefill may always be scheduled: its layers are loaded while others compute. A decode with many layerwise
+        blocks would slow down every step. So it waits, while some of them become resident in each step, until no more
+        are left than each step may load; the last few are exchanged for resident blocks of the requests behind. The
+        first request of a step never waits: no request before it would free blocks.
 
         Args:
             sequence_ids: of the request. behind: those of requests later in the order, last first.

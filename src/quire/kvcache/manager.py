@@ -1,7 +1,7 @@
 """`KVCacheManager`: block tables of the live sequences, sharing and copy-on-write, and the prefix cache over them.
 
-The scheduler asks it for slots before each step; it counts in blocks and tokens and never touches data. Whatever has to
-be moved for its decisions (a block copied before it is written, swapped, loaded from another tier) is appended to
+The scheduler allocates slots from it before each step. It counts blocks and tokens and never touches their data: what
+must be moved (a block that is copied before it is written, swapped, or loaded from another tier) is appended to
 `transfers` in the order decided, and leaves with the plan.
 
 Full blocks are registered for sharing when their slots are *allocated*, not when they are computed, so that requests
@@ -77,17 +77,17 @@ class KVCacheManager:
         windows: for each group of layers (`KVCacheSpec.groups`) the tokens a query looks back, or None for all.
         max_step_tokens: most tokens of one sequence in a step; bounds what a windowed group holds.
         enable_prefix_caching: whether blocks are registered and looked up at all.
-        prefix_match_unit: matches that end inside a block are rounded down to a multiple of so many tokens; the block
-            size or more leaves whole blocks only.
-        deduplicate_blocks: whether sequences that generate the same text side by side come to share its blocks, one
-            by one as they fill. Ids in a block table change then.
+        prefix_match_unit: hits that end inside a block are rounded down to a multiple of so many tokens; with the block
+            size or more, only whole blocks are hit.
+        deduplicate_blocks: whether a block that fills up is replaced by one in use with the same content, so that
+            sequences that generate the same text share it. Ids in a block table change then.
         streamed_tokens: see `LayerwiseBlocks.max_streamed_blocks`.
-        num_host_blocks: the host's pool, for swapping and for content that the device has no room for.
-        num_disk_records, stored: room on disk, and what is there already: (slot, header).
-        hasher: None draws a random key.
+        num_host_blocks: size of the host's pool, for swapped sequences and for content that the device evicts.
+        num_disk_records: slots of the disk tier. stored: (slot, header) of the blocks that are there already.
+        hasher: computes block hashes; by default with a random key.
 
     Attributes:
-        tables: block tables by sequence id, to be read only; `NULL_BLOCK` stands where a window has moved on.
+        tables: block tables by sequence id, to be read only, with `NULL_BLOCK` where a window has passed.
         swapped_tables: the same of swapped sequences; the blocks are the host's.
         loads: device blocks that are being loaded from asynchronous tiers.
         transfers: of the step being planned, in the order decided.
@@ -175,7 +175,7 @@ class KVCacheManager:
     # ---- steps ----
 
     def start_step(self) -> None:
-        """Begin a step: what was computed before it may be copied, and is stored where it became free."""
+        """Begin a step: what earlier steps computed may be copied now, and blocks that became free are stored."""
         self._step += 1
         self.layerwise.start_step(self._step)
         if self.pool.num_evicted != self._num_evicted:
@@ -214,7 +214,7 @@ class KVCacheManager:
         return block
 
     def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
-        """Note what the asynchronous tiers could add to `hit`."""
+        """Set `hit.loads`: the blocks of asynchronous tiers that would make the hit longer."""
         loading = self.loads.block_hashes()
 
         def lookup(group: int, index: int) -> CachedBlock | None:
@@ -233,7 +233,7 @@ class KVCacheManager:
             hit.loading = len(hit.loads) < len(found)
 
     def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
-        """Let `hit` go on into a block that only begins as the sequence does."""
+        """Extend `hit` into a block whose first tokens continue the sequence."""
         start = hit.num_tokens
         index = start // self.block_size
         parent = self._parent_hash(sequence, index)
@@ -247,8 +247,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> int:
         """Forget all cached content, in every tier; return how many device blocks had some.
 
-        Nothing computed before the reset, or from that, can be hit afterwards: sequences that hold blocks keep them,
-        but share neither these nor what they add to them.
+        Nothing that was computed before the reset, or depends on it, can be hit afterwards: live sequences keep their
+        blocks, but neither these nor the ones they add are registered.
         """
         self._uncacheable.update(self.tables, self.swapped_tables)
         self._unstored.clear()
@@ -261,9 +261,9 @@ class KVCacheManager:
     # ---- slots ----
 
     def has_slot(self, sequence: CachedSequence) -> bool:
-        """Whether the next token of `sequence` has a slot in a block of its own, which it does not fill.
+        """Whether the next token of `sequence` has a slot in an unshared block that it does not fill.
 
-        Then nothing need be allocated for it, and nothing registered.
+        Then nothing has to be allocated or registered for it.
         """
         tables = self.tables.get(sequence.sequence_id)
         if tables is None or self._replaced or not self._has_single_table:

@@ -18,9 +18,9 @@ CachedBlock = Block | HostHit | TierHit
 
 
 class PrefixHit:
-    """The longest cached beginning of a sequence.
+    """The longest cached prefix of a sequence.
 
-    Takes no references: use it for allocating before anything else is allocated.
+    It holds no references to its blocks, so it is valid until anything else is allocated.
 
     Attributes:
         tables: for each group of layers the blocks from the first on, of the device or to be loaded from the host

@@ -277,8 +277,8 @@ class _Load:
 class AsyncLoads:
     """Device blocks that are being loaded from asynchronous tiers.
 
-    Such a block has one reference and no hash, so that nobody finds or takes it. Once loaded it is registered and
-    free: a cached block like any other, which the request that waits for it finds when it looks again.
+    Such a block has one reference and no hash, so it is neither found nor allocated. Once loaded it is registered and
+    free: a cached block like any other, which the request that waits for it finds at its next lookup.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -298,7 +298,7 @@ class AsyncLoads:
         return {load.header.block_hash for load in self._loads.values() if load.header is not None}
 
     def start(self, hits: Iterable[TierHit], num_reserved_blocks: int = 0) -> list[int]:
-        """Begin to load, as much as there are free blocks for beyond the reserved ones; return the device block ids."""
+        """Begin to load, as far as blocks are free beside the reserved ones; return the device block ids."""
         started = []
         for tier, block_hash in hits:
             if self._pool.num_free <= num_reserved_blocks:
@@ -312,7 +312,7 @@ class AsyncLoads:
         return started
 
     def finish(self, block_id: int, succeeded: bool, step: int) -> None:
-        """Note that a load has ended; its content counts as computed in `step`. What failed is not there any more."""
+        """End a load; its content counts as computed in `step`. A block that failed to load is dropped by its tier."""
         load = self._loads.pop(block_id)
         header = load.header
         if header is not None and not succeeded:
@@ -322,6 +322,6 @@ class AsyncLoads:
         self._pool.free((load.block,))
 
     def forget(self) -> None:
-        """Let nothing find what the loads under way will bring."""
+        """Let the loads under way register nothing when they end."""
         for load in self._loads.values():
             load.header = None

@@ -442,7 +442,7 @@ class Admission:
     def has_room_ahead(self) -> bool:
         """Whether every running sequence has blocks for a further step, beside those in flight.
 
-        If not, a request would be preempted or ended for want of blocks that the steps in flight may set free.
+        If not, a request would be preempted or ended for lack of blocks that the steps in flight may free.
         """
         kv, budget, num_running = self.kv, self.max_num_batched_tokens, self.requests.num_reserved_slots
         bound = len(kv.windows) * (budget // kv.block_size + 2 * num_running)

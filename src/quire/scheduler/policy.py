@@ -57,7 +57,7 @@ class PriorityPolicy(Policy):
 
 
 class PrefixPolicy(Policy):
-    """First come, first served, but whose prompt is cached for longest goes first (Zheng et al. 2024, section 3)."""
+    """First come, first served, but the longest cached prefix goes first (Zheng et al. 2024, section 3)."""
 
     longest_prefix_first = True
 
@@ -66,8 +66,8 @@ class FairPolicy(Policy):
     """Tenants share by weight; within a tenant, first come, first served.
 
     Start-time fair queueing (Goyal et al. 1996, section 2): a request's tag is the later of the virtual time and its
-    tenant's last tag plus what that cost; work costs its tokens over the tenant's weight. Generated tokens are charged
-    when they are known.
+    tenant's last tag plus the cost of that request: its tokens over the tenant's weight. Generated tokens are charged
+    when the request ends.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:

@@ -75,7 +75,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class Sequence:
-    """One text that grows: final tokens, tentative tokens after them, and how many of all these are computed.
+    """One text as it is generated: final tokens, tentative tokens after them, and how many of all these are computed.
 
     There is no prefill or decode phase: a step computes any number of the tokens that are not computed yet. A tentative
     token is one that a step computes before it is final: a draft, or the token that a step in flight samples, whose
@@ -186,13 +186,13 @@ class Request:
         max_total_tokens: most tokens of a sequence, prompt included; set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it at the first look-up; None before.
-        num_host_tokens, num_disk_tokens: prompt tokens that were loaded from there for its first admission.
+        num_host_tokens, num_disk_tokens: of the cached tokens, those that were loaded from the host, and from disk.
         first_scheduled_time, blocked_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
         adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
-        loading: device blocks that are being loaded from disk for it; `loaded_block_ids` are those of all such loads,
-            None before they were tried.
+        loading: device blocks that are being loaded from disk for it.
+        loaded_block_ids: all device blocks for which such loads were started; None before any was tried.
     """
 
     def __init__(self, engine_request: EngineRequest) -> None:

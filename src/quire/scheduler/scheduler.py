@@ -48,11 +48,11 @@ class Planner(Protocol):
         """Fill `plan`."""
 
     def processed(self, step: ScheduledStep) -> None:
-        """Take note that the result of a step is about to be processed."""
+        """Called before the result of a step is processed."""
 
 
 class Scheduler:
-    """Requests in, plans out, results in, outputs out.
+    """Plans steps for requests, and turns results of steps into outputs.
 
     Every plan of `schedule` that is not empty must reach the worker, and the results must be given to
     `update_from_output` in the same order; several steps may be in flight.
@@ -147,7 +147,7 @@ class Scheduler:
         self.planner.plan(plan)
         finished_ids, self.requests.finished_ids = self.requests.finished_ids, []
         forks, self.requests.forks = self.requests.forks, []
-        # Nobody waits for the disk while a step is in flight: its own result comes first.
+        # No step waits for the disk while another is in flight: the result of that comes first.
         waits_for_loads = not self._in_flight and len(self.kv.loads) > 0
         output = plan.finish(finished_ids, forks, self.kv.take_transfers(), waits_for_loads=waits_for_loads)
         self._stats.num_steps += output.total_num_scheduled_tokens > 0

@@ -9,7 +9,7 @@ Prompts share the budget: of those under way and those that wait, the shortest g
 oldest (`share_tokens`). So a long prompt neither keeps others waiting nor is it kept waiting itself.
 
 Why it cannot livelock: running requests are kept in policy order and served in that order, only the last one is ever
-preempted, and none is admitted in a step that preempted for want of blocks. So the first one always advances, and one
+preempted, and none is admitted in a step that preempted for lack of blocks. So the first one always advances, and one
 that could outgrow the whole pool is ended before it does.
 
 Cost is linear in the sequences scheduled and independent of the number waiting and of how many tokens each has.

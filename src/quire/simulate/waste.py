@@ -8,10 +8,10 @@ Four schemes, for the sequences that run at once in a simulated replay (terms of
 - *paged*: blocks of `block_size` slots, taken as the sequence grows; and *paged, shared*: as the engine really does it,
   with common prefixes stored once.
 
-A slot is *used* if it holds a token, *reserved* if one of the sequence's later tokens will lie there, *internal* waste
-if it belongs to the sequence but none ever will, and *external* waste if it belongs to nobody and cannot serve others:
-idle rows of the buffer, holes below the highest piece of the buddy allocator. A free block serves anybody. Where layers
-have several block tables, the first one's are counted.
+A slot is *used* if it holds a token, *reserved* if a later token of its sequence will be stored there, and *internal*
+waste if it is allocated to a sequence that never fills it. It is *external* waste if it is allocated to no sequence and
+cannot be: idle rows of the buffer, holes below the highest piece of the buddy allocator. A free block can always be
+allocated. Where layers have several block tables, the first one is counted.
 """
 
 from __future__ import annotations
