@@ -392,11 +392,11 @@ class EngineConfig:
             ),
             "kv_disk_dir needs kv_disk_space, such as 20GiB": cache.kv_disk_dir is not None and not cache.kv_disk_space,
             "kv_disk_space needs enable_prefix_caching": cache.kv_disk_space and cache.enable_prefix_caching is False,
-            "kv_resident_layers contradicts preemption_mode swap: the host's memory is the layers'": (
+            "kv_resident_layers contradicts preemption_mode swap: host memory is used for the layers": (
                 layerwise and scheduler.preemption_mode == "swap"
             ),
             "kv_resident_layers contradicts kv_disk_space; give one of them": layerwise and cache.kv_disk_space,
-            "kv_resident_layers needs scheduler unified, which knows whom to let wait": layerwise and prefill_first,
+            "kv_resident_layers needs scheduler unified": layerwise and prefill_first,
             "kv_resident_layers needs swap_space, such as 4GiB: host memory for the other layers": (
                 layerwise and cache.swap_space == 0
             ),

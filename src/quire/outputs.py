@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import msgspec
 
@@ -86,6 +86,16 @@ class FlatLogprobs(Sequence[TokenLogprobs]):
         return (self[index] for index in range(len(self)))
 
 
+def _seconds(start: str, end: str, doc: str) -> Any:
+    """Return a property: the seconds from one point in time to another; None if either has not happened."""
+
+    def seconds(metrics: RequestMetrics) -> float | None:
+        started, ended = getattr(metrics, start), getattr(metrics, end)
+        return None if started is None or ended is None else ended - started
+
+    return property(seconds, doc=doc)
+
+
 @dataclass(slots=True)
 class RequestMetrics:
     """Times of one request [s]; None for what has not happened. Points in time are those of `time.monotonic`."""
@@ -97,46 +107,19 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
-    @property
-    def e2e_seconds(self) -> float | None:
-        """Arrival to end."""
-        return _span(self.arrival_time, self.finished_time)
-
-    @property
-    def queue_seconds(self) -> float | None:
-        """Arrival to first scheduling."""
-        return _span(self.arrival_time, self.first_scheduled_time)
-
-    @property
-    def ttft_seconds(self) -> float | None:
-        """Arrival to first token."""
-        return _span(self.arrival_time, self.first_token_time)
-
-    @property
-    def prefill_seconds(self) -> float | None:
-        """First scheduling to first token."""
-        return _span(self.first_scheduled_time, self.first_token_time)
-
-    @property
-    def decode_seconds(self) -> float | None:
-        """First to last token."""
-        return _span(self.first_token_time, self.last_token_time)
-
-    @property
-    def inference_seconds(self) -> float | None:
-        """First scheduling to last token."""
-        return _span(self.first_scheduled_time, self.last_token_time)
+    e2e_seconds = _seconds("arrival_time", "finished_time", "Arrival to end.")
+    queue_seconds = _seconds("arrival_time", "first_scheduled_time", "Arrival to first scheduling.")
+    ttft_seconds = _seconds("arrival_time", "first_token_time", "Arrival to first token.")
+    prefill_seconds = _seconds("first_scheduled_time", "first_token_time", "First scheduling to first token.")
+    decode_seconds = _seconds("first_token_time", "last_token_time", "First to last token.")
+    inference_seconds = _seconds("first_scheduled_time", "last_token_time", "First scheduling to last token.")
 
     def mean_token_seconds(self, num_tokens: int, num_sequences: int) -> float | None:
         """Return the mean time from a token to the next one of the same sequence, of this many tokens in all."""
         per_sequence = num_tokens / num_sequences
         if self.decode_seconds is None or per_sequence <= 1:
             return None
-        return self.decode_seconds / (per_sequence - 1)
-
-
-def _span(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
+        return float(self.decode_seconds / (per_sequence - 1))
 
 
 @dataclass(slots=True)

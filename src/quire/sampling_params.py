@@ -178,7 +178,7 @@ def _check_early_stopping(name: str, value: Any) -> bool | str:
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """End an output that goes round in circles. Raises `RequestError` naming the field.
+    """End an output that repeats itself. Raises `RequestError` naming the field.
 
     The output ends as soon as its last `min_count` (at least 2) times s tokens are one pattern of s tokens over and
     over, for any s from `min_pattern_size` to `max_pattern_size`.
@@ -257,8 +257,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
     Attributes:
-        best_of: so many completions are generated, n..128, and the `n` with the highest sum of log-probabilities are
-            returned, best first. None means n. More than n of them are not streamed, and need a temperature.
+        best_of: number of completions to generate, n..128, of which the `n` with the highest sum of log-probabilities
+            are returned, best first. None means n. More than n are not streamed, and need a temperature.
         presence_penalty, frequency_penalty: over generated tokens.
         repetition_penalty: over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
         temperature: below 1e-5 means greedy, where top_p, top_k and min_p change nothing and are reset; what is between
@@ -273,7 +273,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         flat_logprobs: log-probabilities come as `outputs.FlatLogprobs`, which has few objects for many numbers.
         structured_outputs: constrains the text; with reasoning, what comes after it.
         thinking_token_budget: most tokens of reasoning; then it is ended. None or -1: no bound.
-        stream_interval: a stream has an output every so many tokens of a completion; first and last always come.
+        stream_interval: tokens of a completion between two outputs of a stream; the first and the last always come.
         skip_reading_prefix_cache: compute the whole prompt. skip_clone: the caller will not change this object, so that
             no copy is made.
         repetition_detection: ends an output that repeats itself, with finish_reason "repetition".

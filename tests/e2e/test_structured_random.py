@@ -266,8 +266,8 @@ def check_random(server: Server, seed: int) -> bool:
 
 
 def test_random_requests(server: Server) -> None:
-    served = sum(check_random(server, seed) for seed in range(20))
-    assert served >= 10
+    served = sum(check_random(server, seed) for seed in range(12))
+    assert served >= 6
 
 
 @pytest.mark.slow
@@ -287,23 +287,23 @@ def test_pressure_on_memory_changes_nothing() -> None:
     draw = random.Random(3)
     forms = [{"json": SCHEMAS[0]}, {"regex": "([a-z]{1,8} ){10,30}"}, {"grammar": "start: w{20,40}\nw: /[a-z]{1,5},/"}]
     prompts, params = [], []
-    for index in range(10):
+    for index in range(6):
         hot = index % 2 == 1
         prompts.append(f"prompt {index} " * draw.randint(1, 8))
         options = {"temperature": 1.0, "n": draw.choice([1, 2, 3])} if hot else {"temperature": 0.0}
         form = draw.choice(forms)
-        params.append(SamplingParams(seed=index, max_tokens=100, structured_outputs=form, **options))
+        params.append(SamplingParams(seed=index, max_tokens=80, structured_outputs=form, **options))
     beams = BeamSearchParams(beam_width=3, max_tokens=40, structured_outputs=forms[0])
     with LLM(model=MODEL) as roomy:
         alone = [
             outcome(roomy.generate([prompt], [one], use_tqdm=False)[0])
             for prompt, one in zip(prompts, params, strict=True)
         ]
-        best = [[item.tokens for item in found.sequences] for found in roomy.beam_search(prompts[:3], beams)]
-    with LLM(model=MODEL, num_gpu_blocks_override=66, max_num_seqs=24) as tight:
+        best = [[item.tokens for item in found.sequences] for found in roomy.beam_search(prompts[:2], beams)]
+    with LLM(model=MODEL, num_gpu_blocks_override=40, max_num_seqs=24) as tight:
         outputs = tight.generate(prompts, params, use_tqdm=False)
         assert [outcome(output) for output in outputs] == alone
-        assert [[item.tokens for item in found.sequences] for found in tight.beam_search(prompts[:3], beams)] == best
+        assert [[item.tokens for item in found.sequences] for found in tight.beam_search(prompts[:2], beams)] == best
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None) > 0
 
 
@@ -346,7 +346,7 @@ def test_hot_texts_of_every_tokenizer_have_their_form(tmp_path: Path, kind: str)
     end = train_byte_level().token_to_id("<|im_end|>") if kind == "byte_level" else 2
     write_checkpoint(tmp_path, "llama", num_key_value_heads=2, vocab_size=430, eos_token_id=end)
     write_folder(tmp_path, kind)
-    forms = [form for form in TEXTS_FORMS for _ in range(8)]
+    forms = [form for form in TEXTS_FORMS for _ in range(4)]
     params = [
         SamplingParams(temperature=2.0, seed=index, max_tokens=120, structured_outputs=form)
         for index, form in enumerate(forms)

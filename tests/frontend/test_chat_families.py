@@ -265,7 +265,7 @@ def random_conversation(draw: random.Random, as_text: bool) -> tuple[list[dict[s
 def test_random_conversations(family: str) -> None:
     draw = random.Random(f"chat {family}")
     rendered = 0
-    for index in range(80):
+    for index in range(40):
         messages, options = random_conversation(draw, family in ONE_FORM_ONLY)
         expected = theirs(family, messages, **options)
         assert ours(family, messages, **options) == expected, (messages, options)
@@ -274,7 +274,7 @@ def test_random_conversations(family: str) -> None:
             if index % 4 == 0 and not options.get("continue_final_message"):
                 ids = oracle_of(family)(expected, add_special_tokens=False).input_ids
                 assert ids_of(family, messages, options) == ids, (messages, options)
-    assert rendered >= 15
+    assert rendered >= 4
 
 
 def text_parts(*texts: str) -> list[dict[str, str]]:

@@ -31,7 +31,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], **options: object) -> list[str]
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_streaming_random_ids_equals_decoding_at_once(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = tokenizer_of(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
@@ -51,7 +51,7 @@ def test_a_text_that_goes_on_keeps_its_first_blank(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_streaming_text_never_shows_half_a_character(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     text = text.replace("\ufffd", "?")
@@ -98,7 +98,7 @@ def first_end(text: str, stops: list[str]) -> tuple[int, str] | None:
     include=st.booleans(),
     cuts=st.lists(st.integers(0, 24), max_size=8),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
     text: str, stops: list[str], include: bool, cuts: list[int]
 ) -> None:
@@ -167,7 +167,7 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_streams_with_stop_strings_lose_nothing(data: st.DataObject) -> None:
     tokenizer = tokenizer_of("byte_level")
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))

@@ -219,7 +219,7 @@ def test_more_sequences_than_run_at_a_time_are_several_requests() -> None:
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_derived_seeds_fit_64_bits(seed: int, index: int) -> None:
     assert -(2**63) <= child_seed(seed, index) < 2**63
 

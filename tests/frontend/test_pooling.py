@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ ROLES = (
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_model(tmp_path_factory.mktemp("embed"), "BertModel", **ENCODER)
     return add_modules(add_tokenizer(folder), "mean", query="q ")
+
+
+@pytest.fixture(scope="module")
+def llm(embedder: Path) -> Iterator[LLM]:
+    with LLM(str(embedder), device="reference") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -129,41 +136,39 @@ def test_a_list_of_word_pieces_is_a_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-def test_prompts_of_the_folder(embedder: Path) -> None:
-    with LLM(str(embedder), device="reference") as llm:
-        assert with_prompt(llm._front, "a", None) == "a"
-        [plain, asked] = llm.embed(["q a", "a"], use_tqdm=False)
-        [named] = llm.embed("a", prompt_name="query", use_tqdm=False)
-        assert named.outputs.embedding == plain.outputs.embedding != asked.outputs.embedding
-        assert named.outputs.hidden_size == 32
-        with pytest.raises(RequestError, match="prompt_name must be one of the model's prompts \\(query\\)"):
-            llm.embed("a", prompt_name="passage", use_tqdm=False)
+def test_prompts_of_the_folder(llm: LLM) -> None:
+    assert with_prompt(llm._front, "a", None) == "a"
+    [plain, asked] = llm.embed(["q a", "a"], use_tqdm=False)
+    [named] = llm.embed("a", prompt_name="query", use_tqdm=False)
+    assert named.outputs.embedding == plain.outputs.embedding != asked.outputs.embedding
+    assert named.outputs.hidden_size == 32
+    with pytest.raises(RequestError, match="prompt_name must be one of the model's prompts \\(query\\)"):
+        llm.embed("a", prompt_name="passage", use_tqdm=False)
 
 
-def test_a_model_says_what_it_cannot_do(embedder: Path, writer: Path) -> None:
-    with LLM(str(embedder), device="reference") as llm:
-        with pytest.raises(UnsupportedError, match="does not generate text"):
-            llm.generate("a", use_tqdm=False)
-        with pytest.raises(UnsupportedError, match="cannot classify; it can embed and token_embed"):
-            llm.classify("a")
-        with pytest.raises(UnsupportedError, match="task must be embed or token_embed"):
-            llm.encode("a", pooling_task="score", use_tqdm=False)
-        with pytest.raises(RequestError, match="dimensions must be at most 32"):
-            llm.embed("a", pooling_params=PoolingParams(dimensions=33), use_tqdm=False)
-        with pytest.raises(ContextLengthError, match="132 tokens"):
-            llm.embed("a " * 130, use_tqdm=False)
-        assert len(llm.embed("a " * 130, truncate_prompt_tokens=-1, use_tqdm=False)[0].prompt_token_ids) == 130
-        with pytest.raises(RequestError, match="pooling_params has 1 items for 2 prompts"):
-            llm.encode(["a", "b"], [PoolingParams()], use_tqdm=False)
-        with pytest.raises(RequestError, match="one query, or as many as documents"):
-            llm.score(["a", "b"], ["c", "d", "e"])
-        assert llm.embed(["a"], use_tqdm=False)  # and goes on
-    with LLM(str(writer), device="reference") as llm:
-        for call in (llm.embed, llm.encode, llm.classify):
+def test_a_model_says_what_it_cannot_do(llm: LLM, writer: Path) -> None:
+    with pytest.raises(UnsupportedError, match="does not generate text"):
+        llm.generate("a", use_tqdm=False)
+    with pytest.raises(UnsupportedError, match="cannot classify; it can embed and token_embed"):
+        llm.classify("a")
+    with pytest.raises(UnsupportedError, match="task must be embed or token_embed"):
+        llm.encode("a", pooling_task="score", use_tqdm=False)
+    with pytest.raises(RequestError, match="dimensions must be at most 32"):
+        llm.embed("a", pooling_params=PoolingParams(dimensions=33), use_tqdm=False)
+    with pytest.raises(ContextLengthError, match="132 tokens"):
+        llm.embed("a " * 130, use_tqdm=False)
+    assert len(llm.embed("a " * 130, truncate_prompt_tokens=-1, use_tqdm=False)[0].prompt_token_ids) == 130
+    with pytest.raises(RequestError, match="pooling_params has 1 items for 2 prompts"):
+        llm.encode(["a", "b"], [PoolingParams()], use_tqdm=False)
+    with pytest.raises(RequestError, match="one query, or as many as documents"):
+        llm.score(["a", "b"], ["c", "d", "e"])
+    assert llm.embed(["a"], use_tqdm=False)  # and goes on
+    with LLM(str(writer), device="reference") as other:
+        for call in (other.embed, other.encode, other.classify):
             with pytest.raises(UnsupportedError, match="generates text"):
                 call("a")
         with pytest.raises(UnsupportedError, match="generates text"):
-            llm.score("a", "b")
+            other.score("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -182,24 +187,23 @@ def test_parameters_are_checked(fields: dict[str, Any], param: str) -> None:
         PoolingParams(**fields)
 
 
-def test_the_asynchronous_front_says_the_same(embedder: Path) -> None:
+def test_the_asynchronous_front_says_the_same(llm: LLM, embedder: Path) -> None:
     texts = ["a b", "c", "d e f"]
 
     async def work() -> tuple[list[list[float]], list[float], np.ndarray]:
-        async with AsyncLLM(model=str(embedder), engine="inline", device="reference") as llm:
-            found = await llm.embed(texts)
-            scored = await llm.score("a b", texts)
-            [each] = [output async for output in llm.encode("a b", PoolingParams(task="token_embed"))]
+        async with AsyncLLM(model=str(embedder), engine="inline", device="reference") as served:
+            found = await served.embed(texts)
+            scored = await served.score("a b", texts)
+            [each] = [output async for output in served.encode("a b", PoolingParams(task="token_embed"))]
             with pytest.raises(UnsupportedError, match="does not generate text"):
-                await llm.submit("a")
-            assert llm.num_unfinished == 0
+                await served.submit("a")
+            assert served.num_unfinished == 0
         vectors = [output.outputs.embedding for output in found]
         return vectors, [output.outputs.score for output in scored], each.outputs.data
 
     vectors, values, each = asyncio.run(work())
-    with LLM(str(embedder), device="reference") as llm:
-        assert [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)] == vectors
-        assert [output.outputs.score for output in llm.score("a b", texts, use_tqdm=False)] == values
+    assert [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)] == vectors
+    assert [output.outputs.score for output in llm.score("a b", texts, use_tqdm=False)] == values
     assert each.shape == (4, 32)
 
 

@@ -518,14 +518,14 @@ def tell(story: Story) -> tuple[int, int]:
     return asyncio.run(run())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(stories())
 def test_the_innocent_complete_and_the_guilty_are_found(story: Story) -> None:
     deaths, condemned = tell(story)
     assert deaths <= (1 + 2 * condemned if condemned else 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(stories(most_token=7))
 def test_those_that_kill_at_once_are_found_with_a_death_each(story: Story) -> None:
     story.max_num_seqs = 64

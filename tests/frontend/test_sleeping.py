@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,16 @@ def write_all_blocks(llm: LLM) -> None:
         cache.values.fill(1)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_outputs_after_waking_are_those_before(level: int) -> None:
-    with LLM(num_gpu_blocks_override=256) as llm:
-        before = answers(llm)
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """An engine that every test leaves awake."""
+    with LLM(num_gpu_blocks_override=256) as made:
+        yield made
+
+
+def test_outputs_after_waking_are_those_before(llm: LLM) -> None:
+    before = answers(llm)
+    for level in (1, 2):
         steps = core_of(llm).call("stats")["num_steps"]
         llm.sleep(level)
         assert llm.is_sleeping
@@ -72,8 +79,7 @@ def test_memory_goes_back_to_the_system() -> None:
         assert freed[1] - freed[0] > weights // 2
 
 
-def test_deeper_sleep_while_asleep_and_closing_asleep() -> None:
-    llm = LLM(num_gpu_blocks_override=64)
+def test_deeper_sleep_while_asleep(llm: LLM) -> None:
     before = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text
     llm.wake_up()  # awake: no effect
     llm.sleep(1)
@@ -82,51 +88,48 @@ def test_deeper_sleep_while_asleep_and_closing_asleep() -> None:
     assert core_of(llm).sleep_level == 2
     llm.wake_up()
     assert llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text == before
+
+
+def test_offline_requests_are_refused_while_asleep(llm: LLM) -> None:
     llm.sleep()
-    llm.close()
-    with pytest.raises(EngineDeadError):
-        llm.wake_up()
+    with pytest.raises(EngineAsleepError, match=r"wake_up\(\)"):
+        llm.generate("x", use_tqdm=False)
+    with pytest.raises(RequestError, match="level"):
+        llm.sleep(3)
+    llm.wake_up()
+    assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_offline_requests_are_refused_while_asleep() -> None:
-    with LLM(num_gpu_blocks_override=64) as llm:
-        llm.sleep()
-        with pytest.raises(EngineAsleepError, match=r"wake_up\(\)"):
-            llm.generate("x", use_tqdm=False)
-        with pytest.raises(RequestError, match="level"):
-            llm.sleep(3)
-        llm.wake_up()
-        assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
+def test_an_engine_that_finds_no_memory_goes_on_sleeping(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text
+    llm.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(core_of(llm).executor, "available_memory", lambda: 1000)
+        with pytest.raises(ConfigError, match="1000 bytes are free"):
+            llm.wake_up()
+    with monkeypatch.context() as patch:
+
+        def full(*arguments: int) -> None:
+            raise MemoryError
+
+        patch.setattr(core_of(llm).executor, "allocate", full)
+        with pytest.raises(ConfigError, match="could not be allocated"):
+            llm.wake_up()
+    assert llm.is_sleeping
+    llm.wake_up()
+    assert llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text == before
 
 
-def test_an_engine_that_finds_no_memory_goes_on_sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(num_gpu_blocks_override=64) as llm:
-        before = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text
-        llm.sleep()
-        with monkeypatch.context() as patch:
-            patch.setattr(core_of(llm).executor, "available_memory", lambda: 1000)
-            with pytest.raises(ConfigError, match="1000 bytes are free"):
-                llm.wake_up()
-        with monkeypatch.context() as patch:
-
-            def full(*arguments: int) -> None:
-                raise MemoryError
-
-            patch.setattr(core_of(llm).executor, "allocate", full)
-            with pytest.raises(ConfigError, match="could not be allocated"):
-                llm.wake_up()
-        assert llm.is_sleeping
-        llm.wake_up()
-        assert llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].text == before
-
-
-def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
+def test_what_is_on_disk_is_found_again_and_closing_asleep_is_the_end(tmp_path: Path) -> None:
     prompt = list(range(100, 200))
     with LLM(num_gpu_blocks_override=64, kv_disk_space=2**24, kv_disk_dir=str(tmp_path), swap_space=0) as llm:
         llm.generate([prompt], GREEDY, use_tqdm=False)
         llm.sleep(2)
         llm.wake_up()
         assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens > 64
+        llm.sleep()
+    with pytest.raises(EngineDeadError):
+        llm.wake_up()
 
 
 def test_an_engine_with_requests_does_not_sleep() -> None:

@@ -228,7 +228,7 @@ def test_other_words_than_the_models_need_a_call(endpoint: ScriptedEndpoint) -> 
     assert speculated.text() == plain.text() == "Name: Ada Lovelace\nJob: countess"
 
 
-@pytest.mark.parametrize("most", [1, 4, 5, 6, 100])
+@pytest.mark.parametrize("most", [1, 5, 100])
 @pytest.mark.parametrize(("extra", "end"), [(1, ""), (7, "\n"), (64, "\nEnd")])
 def test_results_are_the_same_whatever_fits(endpoint: ScriptedEndpoint, most: int, extra: int, end: str) -> None:
     @program

@@ -101,7 +101,7 @@ def draws(params: SamplingParams, count: int, **options: Any) -> np.ndarray:
 @functools.cache
 def plain_draws() -> np.ndarray:
     """Draws without any option."""
-    return draws(SamplingParams(), 8 * ROWS)
+    return draws(SamplingParams(), 4 * ROWS)
 
 
 def expected(params: SamplingParams, mu: float | None = None) -> np.ndarray:
@@ -112,15 +112,15 @@ def expected(params: SamplingParams, mu: float | None = None) -> np.ndarray:
 def test_one_option_alone(name: str) -> None:
     params = SamplingParams(**SETTINGS[name], max_tokens=32)
     probs = expected(params)
-    assert chi_square(draws(params, 8 * ROWS), probs) > MIN_P
+    assert chi_square(draws(params, 4 * ROWS), probs) > MIN_P
     plain = expected(SamplingParams())
     assert chi_square(plain_draws(), probs) < MIN_P, "the option should change something"
     assert np.abs(probs - plain).sum() > 0.05
 
 
-# Three pairs of four are for slow runs; each option still meets some of the others.
+# Four pairs of five are for slow runs; each option still meets some of the others.
 PAIRS = [
-    pytest.param(one, other, marks=[pytest.mark.slow] if (i + j) % 4 else [])
+    pytest.param(one, other, marks=[pytest.mark.slow] if (i + j) % 5 else [])
     for (i, one), (j, other) in itertools.combinations(enumerate(SETTINGS), 2)
 ]
 
@@ -134,7 +134,7 @@ def test_two_options_together_do_what_both_say_or_are_refused_by_name(one: str, 
         assert error.param in {**SETTINGS[one], **SETTINGS[other]} and "contradicts" in error.message
         return
     probs = expected(params)
-    assert chi_square(draws(params, 4 * ROWS), probs) > MIN_P
+    assert chi_square(draws(params, 2 * ROWS), probs) > MIN_P
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -143,7 +143,7 @@ def test_both_backends_draw_the_same_tokens_and_so_does_a_row_by_itself(name: st
     seeds = np.arange(64) * 7919
     tokens = sample(params, seeds).token_ids
     assert sample(params, seeds, device="reference").token_ids.tolist() == tokens.tolist()
-    for row in range(0, 64, 9):
+    for row in (0, 9, 63):
         assert sample(params, seeds[row : row + 1]).token_ids.tolist() == [tokens[row]]
 
 
@@ -172,14 +172,14 @@ def test_one_option_alone_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("mu", [0.05, 0.9, 2.5, 6.0, 40.0, -1.0])
+@pytest.mark.parametrize("mu", [0.05, 0.9, 6.0, -1.0])
 def test_mirostat_goes_on_from_its_state(version: int, mu: float) -> None:
     params = SamplingParams(mirostat=version, temperature=0.8)
     if version == 1 and mu < 0:
         probs = np.eye(VOCAB)[int(np.argmax(logits_of()))]
     else:
         probs = expected(params, mu=mu)
-    assert chi_square(draws(params, 4 * ROWS, state=mu), probs) > MIN_P
+    assert chi_square(draws(params, 2 * ROWS, state=mu), probs) > MIN_P
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"allowed_token_ids"}))
@@ -191,7 +191,7 @@ def test_what_a_grammar_bars_counts_for_no_sampler(name: str) -> None:
     mask = Bitmask(np.arange(ROWS), bits.astype(np.uint32).view(np.int32), np.full(ROWS, -1))
     params = SamplingParams(**SETTINGS[name], max_tokens=32)
     counts = np.zeros(VOCAB, dtype=np.int64)
-    for start in range(0, 4 * ROWS, ROWS):
+    for start in range(0, 2 * ROWS, ROWS):
         np.add.at(counts, sample(params, np.arange(start, start + ROWS), mask=mask).token_ids, 1)
     assert chi_square(counts, expected(params.clone(allowed_token_ids=allowed))) > MIN_P
 
@@ -224,7 +224,7 @@ EXTREME_ROWS = {
 def test_extreme_logits_give_tokens_that_are_there(name: str, row: str) -> None:
     settings = {key: value for key, value in SETTINGS[name].items() if key != "allowed_token_ids"}
     logits = EXTREME_ROWS[row].astype(np.float32)
-    sampled = sample(SamplingParams(**settings, max_tokens=32), np.arange(16), logits=logits)
+    sampled = sample(SamplingParams(**settings, max_tokens=32), np.arange(4), logits=logits)
     assert not sampled.errors
     assert np.isfinite(logits[sampled.token_ids]).all()
 

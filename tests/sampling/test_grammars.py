@@ -59,7 +59,7 @@ def test_every_token_has_the_bytes_that_the_tokenizer_decodes_it_to(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(before=st.text(max_size=8), text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=30)))
 def test_text_is_spelled_as_the_tokenizer_would_in_the_middle_of_a_text(
     vocabularies: dict[str, tuple[Tokenizer, GrammarVocabulary]], kind: str, before: str, text: str

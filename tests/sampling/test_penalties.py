@@ -39,7 +39,7 @@ def close(found: dict[int, float], hoped: dict[int, float]) -> bool:
     return found.keys() == hoped.keys() and all(abs(found[key] - hoped[key]) <= 1e-5 * hoped[key] for key in hoped)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     text=TEXTS,
     later=st.lists(st.integers(0, 3), max_size=50),
@@ -69,7 +69,7 @@ def test_every_step_takes_off_what_a_search_of_the_whole_text_finds(
     assert taken(twin) == taken(dry)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_common_suffixes_are_those_of_a_plain_comparison(text: list[int]) -> None:
     hoped = []

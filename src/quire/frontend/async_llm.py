@@ -71,7 +71,7 @@ QUEUED_PER_RUNNING = 4
 POOLING_WINDOW = 128  # requests of one call in flight
 POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
 YIELD_EVERY = 4
-PREDICTED_SHARE = 0.85  # of the time a first token may take; what is predicted is wrong in both directions
+PREDICTED_SHARE = 0.85  # of the time a first token may take: predictions err in both directions
 
 T = TypeVar("T")
 
@@ -204,8 +204,8 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tenant: str = "",
         param: str = "prompt",
-        ask: MessageSpec | None = None,
-        within: float | None = None,
+        message_spec: MessageSpec | None = None,
+        max_ttft: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
@@ -215,8 +215,8 @@ class AsyncLLM:
             sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
             cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
-            tenant: on whose account it runs. param: what errors call the prompt. ask: what the message that
-                follows may contain; None if it is no message. within: seconds in which the first token is of use; see
+            tenant: the account it runs on. param: what errors call the prompt. message_spec: what the message that
+                follows may contain; None for a plain completion. max_ttft: most seconds to the first token; see
                 `check_room`.
 
         Raises:
@@ -227,17 +227,17 @@ class AsyncLLM:
         processor = self._alive().inputs
         if self._sleep_level:
             raise EngineAsleepError("the engine is asleep; wake it up first")
-        self.check_room(within=within)
+        self.check_room(max_ttft=max_ttft)
         arrival_time = time.monotonic()
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         self._num_admitting += 1
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
-            grammar, thinking = await self._constraints(params, token_ids, ask)
+            grammar, thinking = await self._constraints(params, token_ids, message_spec)
         finally:
             self._num_admitting -= 1
-        self.check_room(len(token_ids), within)
+        self.check_room(len(token_ids), max_ttft)
         requests = self._alive()
         engine_requests = requests.inputs.build(
             token_ids,
@@ -261,11 +261,12 @@ class AsyncLLM:
             abort_threadsafe=partial(self.abort_from_anywhere, request_id),
         )
 
-    def check_room(self, num_tokens: int = 0, within: float | None = None) -> None:
+    def check_room(self, num_tokens: int = 0, max_ttft: float | None = None) -> None:
         """Raise `OverloadedError` if a request with so many prompt tokens had better come later.
 
         That is, if too many requests are unfinished, or with it too many prompt tokens would wait, or its first token
-        is estimated to come later than `within` seconds or `max_ttft`. An empty queue accepts every request.
+        is estimated to come later than `max_ttft` seconds (here or in the options). An empty queue accepts every
+        request.
         """
         if self.num_unfinished == 0:
             self.ttft.clear()  # an engine's death empties it without an event for each request
@@ -278,7 +279,7 @@ class AsyncLLM:
             )
         if queued and queued + num_tokens > self._max_num_queued_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
-        limits = [limit for limit in (within, self.config.server.max_ttft) if limit is not None]
+        limits = [limit for limit in (max_ttft, self.config.server.max_ttft) if limit is not None]
         if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):
             raise OverloadedError(
                 f"the first token would come in {wait:.1f} s or later; it may take {min(limits):.1f} s",
@@ -297,20 +298,10 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; closing the generator aborts it. Arguments and errors as `submit`."""
-        stream = await self.submit(
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            lora_request=lora_request,
-        )
-        try:
+        options = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "lora_request": lora_request}
+        async with await self.submit(prompt, sampling_params, request_id, **options) as stream:  # type: ignore[arg-type]
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def beam_search(
         self,
@@ -328,10 +319,8 @@ class AsyncLLM:
         Raises also what ended the search in the engine: `RequestError` or `GenerationError`.
         """
         options = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "lora_request": lora_request}
-        stream = await self.submit(prompt, params, request_id, **options)  # type: ignore[arg-type]
-        async with stream:
-            output = await anext(stream)
-        return beam_search_output(output, params, self.tokenizer)
+        async with await self.submit(prompt, params, request_id, **options) as stream:  # type: ignore[arg-type]
+            return beam_search_output(await anext(stream), params, self.tokenizer)
 
     async def encode(
         self,
@@ -350,18 +339,9 @@ class AsyncLLM:
         """
         await self.start()
         text = with_prompt(self.front_model, prompt, prompt_name)
-        stream = await self.submit(
-            text,
-            pooling_params or PoolingParams(),
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
-        try:
+        params, options = pooling_params or PoolingParams(), {"cache_salt": cache_salt, "tenant": tenant}
+        async with await self.submit(text, params, request_id, priority=priority, **options) as stream:  # type: ignore[arg-type]
             yield await _pooled(stream)
-        finally:
-            stream.close()
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt; options are those of `encode`."""
@@ -571,7 +551,7 @@ class AsyncLLM:
         return self._sleep_level > 0
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine is gone, or what kept it from starting."""
+        """Raise `EngineDeadError` if the engine is dead, or the error that prevented its start."""
         if self._dead is not None:
             raise self._dead
 
@@ -591,8 +571,8 @@ class AsyncLLM:
                 threads.shutdown(wait=False)
 
     async def _receive(self) -> None:
-        """The background task: process what the engine sends until it is gone."""
-        logs.request_id.set(None)  # whose request began it does not matter
+        """Process the messages of the engine until it is dead; a background task."""
+        logs.request_id.set(None)  # the task belongs to no request
         try:
             while True:
                 message = await self._client.receive()
@@ -624,7 +604,7 @@ class AsyncLLM:
             self._stats = msgspec.convert(result.value, SchedulerStats)
         answer = self._calls.pop(result.call_id, None)
         if answer is None or answer.done():
-            return  # whoever called does not wait any more
+            return  # the caller was cancelled
         if result.error is not None:
             answer.set_exception(result.error.exception())
         else:

@@ -49,7 +49,7 @@ class FrontModel:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
         request_templates: compiles the chat templates that requests bring.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
-        max_logprobs: most log-probabilities per position that a request may ask for; -1: no bound.
+        max_logprobs: most log-probabilities per position of a request; -1: no bound.
         logits_processors: names that requests may use.
         message_format: how the model writes reasoning and tool calls.
     """

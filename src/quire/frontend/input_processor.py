@@ -125,7 +125,7 @@ class InputProcessor:
         raise UnsupportedError(message, param="model", code="unsupported_endpoint")
 
     def _encode(self, text: str, most: int | None, param: str, pooled: bool) -> list[int]:
-        """Return the ids of a text, or as many as matter if at most `most` of them are kept."""
+        """Return the ids of a text; if it will be truncated to `most`, perhaps only those that are kept."""
         if self.tokenizer is None:
             message = f"{param} must be token ids: this engine runs without a tokenizer"
             raise RequestError(message, param=param, code="invalid_type")
@@ -154,7 +154,7 @@ class InputProcessor:
     ) -> list[EngineRequest]:
         """Return the engine requests of a request, usually one.
 
-        `grammar` is compiled from the structured output that `params` ask for, `thinking` the bound on reasoning
+        `grammar` is compiled from the structured output of `params`, `thinking` the bound on reasoning
         (`FrontModel.constraints`). Sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed
         itself, the others seeds derived from it. More sequences than the engine runs at a time go into several engine
         requests, the first of which has the prompt's log-probabilities. A beam search is one sequence.
@@ -212,7 +212,7 @@ class InputProcessor:
                 raise RequestError(
                     f"dimensions must be one of {sizes} with this model, got {params.dimensions}", param="dimensions"
                 )
-        # What is cached was computed before: its hidden states are gone.
+        # The hidden states of cached tokens are not available.
         whole = task == "token_embed" or spec.kinds != ("lasttoken",)
         return params.clone(task=task, skip_reading_prefix_cache=params.skip_reading_prefix_cache or whole)
 

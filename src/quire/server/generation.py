@@ -231,8 +231,8 @@ class Generation(EngineJob, ABC):
                     params,
                     internal_id,
                     param=param,
-                    ask=message_spec,
-                    within=None if self.deadline is None else self.deadline.left,
+                    message_spec=message_spec,
+                    max_ttft=None if self.deadline is None else self.deadline.left,
                     lora_request=self.context.lora,
                     **options,
                 )

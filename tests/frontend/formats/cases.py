@@ -359,6 +359,11 @@ def tokenizer_for(form: MessageFormat, marked: str) -> tuple[tokenizers.Tokenize
 
 def matcher_of(guide: LLTokenizer, grammar: str) -> LLMatcher:
     """Return a matcher at the beginning of a text."""
+    return _compiled(guide, grammar).deep_copy()
+
+
+@lru_cache(maxsize=4)
+def _compiled(guide: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(guide, LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error() + grammar
     return matcher

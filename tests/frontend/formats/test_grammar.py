@@ -279,6 +279,15 @@ def test_choices_that_cannot_be_met() -> None:
     assert MessageFormat(None, None).grammar(MessageSpec(tools=TOOLS)) is None
 
 
+@cache
+def ending_tokens(guide: Any, ends: frozenset[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens of a vocabulary are one of `ends`, and which do not end the text."""
+    size = guide.vocab_size
+    others = np.ones(size, np.uint8)
+    others[list(guide.eos_tokens)] = 0
+    return np.array([guide.decode_bytes([index]) in ends for index in range(size)]), others
+
+
 def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[bytes]) -> bytes | None:
     """Draw tokens that the grammar allows until it accepts; None if it does not within so many.
 
@@ -286,20 +295,20 @@ def walk(guide: Any, grammar: str, rng: random.Random, most: int, ends: set[byte
     """
     matcher = matcher_of(guide, grammar)
     size = guide.vocab_size
-    ending = {index for index in range(size) if guide.decode_bytes([index]) in ends}
-    eos = set(guide.eos_tokens)
+    ending, others = ending_tokens(guide, frozenset(ends))
     tokens: list[int] = []
     while len(tokens) < most:
         if matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.2):
             return guide.decode_bytes(tokens)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
-        allowed = [int(index) for index in np.flatnonzero(bits) if index not in eos]
-        if not allowed:
+        allowed = np.flatnonzero(bits & others)
+        if not len(allowed):
             assert matcher.is_accepting(), (grammar, guide.decode_bytes(tokens))
             return guide.decode_bytes(tokens)
         if rng.random() < 0.45 or len(tokens) > most // 2:
-            allowed = [index for index in allowed if index in ending] or allowed
-        token = rng.choice(allowed)
+            marked = allowed[ending[allowed]]
+            allowed = marked if len(marked) else allowed
+        token = int(rng.choice(allowed))
         assert matcher.consume_token(token), matcher.get_error()
         tokens.append(token)
     return None
@@ -314,7 +323,7 @@ def check_walk(text: str, form: MessageFormat, spec: MessageSpec, rng: random.Ra
     schemas = {tool.name: tool.parameters for tool in spec.tools}
     for one in message.tool_calls:
         assert one.complete, text
-        jsonschema.validate(json.loads(one.arguments), schemas[one.name])
+        check_instance(one.arguments, schemas[one.name])
     if spec.choice == "required" or spec.choice.startswith("function:"):
         assert message.tool_calls and not message.content, text
         names = {one.name for one in message.tool_calls}
@@ -324,8 +333,13 @@ def check_walk(text: str, form: MessageFormat, spec: MessageSpec, rng: random.Ra
     if not spec.parallel:
         assert len(message.tool_calls) <= 1
     if spec.structured_outputs is not None and not message.tool_calls:
-        jsonschema.validate(json.loads(message.content or ""), FORM_SCHEMA)
+        check_instance(message.content or "", FORM_SCHEMA)
     return message
+
+
+def check_instance(text: str, schema: dict[str, Any]) -> None:
+    """Raise `ValidationError` unless the text is JSON that fits the schema, which itself is not checked."""
+    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 ASKS: list[dict[str, Any]] = [

@@ -45,7 +45,7 @@ def test_every_cut(case: Case) -> None:
 
 
 @by_case
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_cuts(case: Case, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(case.text) - 1), max_size=12)))
@@ -174,7 +174,7 @@ def test_repeated_ids_are_dropped() -> None:
     assert [call.id for call in message.tool_calls] == ["functions.get_time:0", None]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_text_any_cuts(data: st.DataObject) -> None:
     """Scraps of a format in any order: no error, no event lost or doubled by cutting, ends only for sound calls."""
@@ -218,7 +218,7 @@ def test_any_text_any_cuts(data: st.DataObject) -> None:
 MANY = [*(f"<|r{index}|>" for index in range(300)), "<|r1|>x", "<|", "[X]", "[X", "ab", "abc", "bcd"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_many_special_tokens(data: st.DataObject) -> None:
     """They are all removed, the longest where several begin, wherever the text is cut."""

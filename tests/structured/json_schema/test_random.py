@@ -107,7 +107,7 @@ def check(schema: dict[str, Any], values: list[Any], seed: int) -> str:
     return "accepted"
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12), st.integers(0, 1000))
 def test_grammar_and_validator_agree(schema: dict[str, Any], values: list[Any], seed: int) -> None:
     check(schema, values, seed)

@@ -253,7 +253,7 @@ def _words(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
 
 
 def _no_json() -> Lang:
-    """Return the texts that nobody takes for JSON."""
+    """Return the texts that cannot be the beginning of JSON."""
     odd = frozenset(map(ord, BLANK_CHARS + '"{[-0123456789'))
     plain = cat(cls(complement(ranges_of((point, point) for point in odd))), ALL)
     words = cat(alt(*map(text, WORDS)), rep(chars(BLANK_CHARS), 0, None))

@@ -97,7 +97,7 @@ class Trimmed:
 
 
 class ReadingParser:
-    """`MessageParser` around `_reader`, a generator that takes from `_source` and tells `_events`; it is set last."""
+    """A `MessageParser` whose `_reader` is a generator that reads `_source` and adds to `_events`."""
 
     _reader: Reading[None]
 

@@ -83,10 +83,10 @@ class MessageParser(Protocol):
     """Reads one message. Linear in the length of the text, and indifferent to where it is cut."""
 
     def feed(self, text: str) -> list[Event]:
-        """Return what more text brings; what may yet turn out to be a marker is kept back."""
+        """Return the events of more text; text that may be the beginning of a marker is held back."""
 
     def finish(self) -> list[Event]:
-        """Return what was kept back; nothing more will come."""
+        """End the message; return the events of the text that was held back."""
 
 
 class ToolCall(msgspec.Struct):

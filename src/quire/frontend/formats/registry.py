@@ -170,7 +170,7 @@ def _named(formats: Mapping[str, Described], name: str, option: str) -> Describe
 
 
 def _variant(named: CallFormat, template_source: str, special_tokens: Mapping[str, int]) -> CallFormat:
-    """Return which of several formats that go by one name is meant."""
+    """Return the variant of a format that matches the template, of those that share its name."""
     variants = VARIANTS.get(named.name, ())
     found = _best([TOOL_FORMATS[name] for name in variants], template_source)
     if found is not None:

@@ -224,9 +224,9 @@ _MAX_WORK = 300_000
 
 
 def is_empty(lang: Lang, spend: Callable[[int], None], most: int = 60_000) -> bool:
-    """Return whether `lang` is known to have no text; False, too, where work on `most` parts does not tell.
+    """Return whether `lang` is known to have no text; False, too, if that is unknown after work on `most` parts.
 
-    `spend` is told of every derivative on how many parts it works.
+    `spend` is called with the number of parts of every derivative.
     """
     heaviest = max(600, 2 * weight(lang, most))
     seen, stack = {lang}, [lang]

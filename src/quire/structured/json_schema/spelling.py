@@ -40,6 +40,7 @@ class _Writer:
         self.char = char
         self.quotes = quotes
         self.every = self._leaf(f"(?:{char(ANY[1])})*")
+        self._regexes: dict[int, str | None] = {}  # by identity: `lark` needs those of all parts at every level
 
     def _leaf(self, regex: str) -> str:
         return rf"/\"{regex}\"/" if self.quotes else f"/(?:{regex})/"
@@ -68,6 +69,11 @@ class _Writer:
 
     def regex(self, lang: Lang) -> str | None:
         """Return one regex for `lang`, or None where it takes intersections or complements."""
+        if id(lang) not in self._regexes:
+            self._regexes[id(lang)] = self._regex(lang)
+        return self._regexes[id(lang)]
+
+    def _regex(self, lang: Lang) -> str | None:
         kind = lang[0]
         if kind == "cls":
             return self.char(lang[1])
@@ -100,6 +106,7 @@ def _repetition(least: int, most: int | None) -> str:
     return f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
 
 
+@lru_cache(maxsize=1 << 10)
 def plain_class(ranges: Ranges) -> str:
     """Return the regex of one character of `ranges`, as it is."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
