@@ -22,15 +22,18 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 FORGED = "2026-11-22 02:00:00 ERROR quire: forged"
 
 
-@pytest.fixture(scope="module", params=[pytest.param("json", marks=pytest.mark.slow), "text"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(("json", "process"), marks=pytest.mark.slow), ("text", "inline")], ids="-".join
+)
 def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """The style of a log, and its lines after all kinds of requests were made."""
+    style, engine = request.param
     path = tmp_path_factory.mktemp("log") / "server.log"
-    options = ("--log-format", request.param, "--log-level", "info", "--max-model-len", "512", "--api-key", KEY)
-    with serve(path, *options) as server:
+    options = ["--engine", engine, "--log-format", style, "--log-level", "info", "--max-model-len", "512"]
+    with serve(path, *options, "--api-key", KEY) as server:
         bother(server)
     lines = path.read_text().splitlines()
-    yield request.param, [line for line in lines if not line.startswith(("listening url=", "ready url="))]
+    yield style, [line for line in lines if not line.startswith(("listening url=", "ready url="))]
 
 
 def bother(server: Server) -> None:
