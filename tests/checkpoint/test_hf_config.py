@@ -462,6 +462,6 @@ def check_sizes(folder: Path, model_types: tuple[str, ...], values: tuple[Any, .
 
 def plan_memory(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    asked = EngineConfig.from_kwargs(model=str(folder), max_num_batched_tokens=64, max_num_seqs=2)
-    info = load_info(asked)
-    Footprint(resolve_config(asked, info), info)
+    requested = EngineConfig.from_kwargs(model=str(folder), max_num_batched_tokens=64, max_num_seqs=2)
+    info = load_info(requested)
+    Footprint(resolve_config(requested, info), info)

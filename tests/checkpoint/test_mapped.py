@@ -1,4 +1,4 @@
-"""What of weight files stays in memory."""
+"""Which parts of mapped weight files stay in memory."""
 
 from __future__ import annotations
 

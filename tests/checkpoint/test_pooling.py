@@ -111,17 +111,21 @@ def test_scores_of_classes(config: dict[str, Any], activation: str, labels: tupl
 
 def test_rerankers_that_say_yes_or_no(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"no": 7, "yes": 9, "false": 3, "true": 4}')
-    asked = spec(tmp_path, "pooling", "classify", **QWEN)
-    assert asked is not None
-    assert asked.logit_score == LogitScore(9, 7)
-    assert (asked.kinds, asked.activation, asked.tasks) == (("lasttoken",), "sigmoid", ("classify", "score"))
+    chosen = spec(tmp_path, "pooling", "classify", **QWEN)
+    assert chosen is not None
+    assert chosen.logit_score == LogitScore(9, 7)
+    assert (chosen.kinds, chosen.activation, chosen.tasks) == (
+        ("lasttoken",),
+        "sigmoid",
+        ("classify", "score"),
+    )
     other = spec(tmp_path, "auto", "classify", **QWEN, classifier_from_token=["false", "true"])
     assert other is not None
     assert other.logit_score == LogitScore(4, 3)
     official = {**QWEN, "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
-    converted = spec(tmp_path, **official)
-    assert converted is not None
-    assert converted.logit_score == LogitScore(9, 7)
+    chosen = spec(tmp_path, **official)
+    assert chosen is not None
+    assert chosen.logit_score == LogitScore(9, 7)
     modules(tmp_path, ("", "Transformer", {}), ("1_LogitScore", "LogitScore", {"true_token_id": 5}))
     named = spec(tmp_path, **QWEN)
     assert named is not None

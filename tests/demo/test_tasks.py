@@ -42,8 +42,8 @@ def test_no_held_back_case_is_ever_drawn_for_training(task: str) -> None:
 def test_no_held_back_question_is_asked_in_training_in_any_wording(task: str) -> None:
     held_back = {case.prompt.lower().rstrip("?.!") for case in held_back_cases(task)}
     rng = random.Random(1)
-    asked = {SAMPLERS[task](rng, "train").prompt.lower().rstrip("?.!") for _ in range(2000)}
-    assert not held_back & asked
+    questions = {SAMPLERS[task](rng, "train").prompt.lower().rstrip("?.!") for _ in range(2000)}
+    assert not held_back & questions
 
 
 def test_splits_have_about_the_stated_shares() -> None:

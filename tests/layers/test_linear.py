@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
@@ -23,18 +22,11 @@ from quire.layers.linear import (
     RowParallelLinear,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.weights import Weights
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 12)).astype(np.float32)
-
-
-class Weights(dict[str, np.ndarray]):
-    """Tensors in memory as a WeightSource."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
-        assert self[name].shape == shape
-        return HostTensor(self[name], "float32")
 
 
 def random(*shape: int) -> np.ndarray:

@@ -53,10 +53,10 @@ def test_ranks_split_the_heads_and_all_hold_the_latent_vectors(folder: Path, lat
         model = load_model(info, backend, **options)
         return logits(folder, backend, **options), model.kv_cache_spec().block_bytes(16, 256)
 
-    held = load_model(info, backend, **options).kv_cache_spec().block_bytes(16, 256)
+    whole_bytes = load_model(info, backend, **options).kv_cache_spec().block_bytes(16, 256)
     for result, block_bytes in run_ranks(2, backend, work):
         assert np.abs(result - whole).max() <= 1e-5 * np.abs(whole).max()
-        assert block_bytes == (held if latent_cache else held / 2)
+        assert block_bytes == (whole_bytes if latent_cache else whole_bytes / 2)
 
 
 def test_latent_vectors_are_not_cached_in_int8_but_keys_and_values_are(folder: Path) -> None:

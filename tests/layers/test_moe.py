@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.checkpoint.tensor import HostTensor
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
@@ -16,6 +15,7 @@ from quire.kernels.experts import RoutingParams
 from quire.layers.builder import Builder
 from quire.layers.moe import MoE, MoENames, MoEOptions
 from tests.helpers.ranks import run_ranks
+from tests.helpers.weights import Weights
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 EXPERTS, HIDDEN, INNER, SHARED = 4, 12, 6, 10
@@ -26,14 +26,6 @@ OPTIONS: dict[str, Any] = {
     "inner_size": INNER,
     "hidden_act": "silu",
 }
-
-
-class Weights(dict[str, np.ndarray]):
-    """Tensors in memory as a WeightSource."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
-        assert self[name].shape == shape
-        return HostTensor(self[name], "float32")
 
 
 def random(*shape: int) -> np.ndarray:
@@ -105,7 +97,7 @@ def test_transposed_stacks_alternate_gate_and_up() -> None:
     torch.testing.assert_close(compute(stack, transposed=True), compute(weights), rtol=0, atol=0)
 
 
-def test_a_shared_expert_adds_what_its_gate_lets_through() -> None:
+def test_a_shared_expert_is_weighted_by_its_gate() -> None:
     weights = single()
     without = compute(weights)
     for name, shape in {

@@ -16,6 +16,7 @@ from quire.layers.activation import ACTIVATIONS, Activation
 from quire.layers.builder import Builder
 from quire.layers.norm import HeadLayerNorm, LayerNorm, ProjectionRMSNorm, RMSNorm
 from tests.helpers.ranks import run_ranks
+from tests.helpers.weights import Weights
 
 BACKEND = create_backend("reference", "float32", "float32", num_threads=1)
 X = np.random.default_rng(0).standard_normal((6, 16)).astype(np.float32) * 2
@@ -30,14 +31,6 @@ def test_names_mean_what_they_mean_in_transformers(name: str) -> None:
 def test_unknown_activation_lists_the_known_ones() -> None:
     with pytest.raises(ModelError, match="activation 'mish' is not supported \\(supported: relu, relu2, silu"):
         Activation(BACKEND, "mish")
-
-
-class Tensors(dict[str, np.ndarray]):
-    """Tensors in memory as a WeightSource."""
-
-    def read(self, name: str, shape: tuple[int, ...]) -> HostTensor:
-        assert self[name].shape == shape
-        return HostTensor(self[name], "float32")
 
 
 class Weight:
@@ -68,7 +61,7 @@ def test_norm_of_each_head_is_the_norm_of_its_slice() -> None:
 def test_norm_of_each_head_with_scales_of_its_own(split: bool) -> None:
     scales = np.random.default_rng(1).uniform(0.5, 1.5, (4, 4)).astype(np.float32)
     one_by_one = {f"n.norms.{head}.weight": scales[head] for head in range(4)}
-    weights = Tensors(one_by_one if split else {"n.weight": scales})
+    weights = Weights(one_by_one if split else {"n.weight": scales})
     norm = HeadLayerNorm(Builder(weights, BACKEND), "n", 4, 4, 1e-6, mine=range(1, 3), split=split)
     heads = X[:, 4:12].reshape(6, 2, 4)
     centred = heads - heads.mean(axis=-1, keepdims=True)
@@ -83,11 +76,11 @@ def test_norm_over_a_projection_that_is_split_or_repeated_over_ranks(ranks: int,
     expected = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scales
 
     def work(backend: Backend) -> None:
-        held = max(1, num_heads // ranks)
+        num_mine = max(1, num_heads // ranks)
         first = backend.rank * num_heads // ranks
-        builder = Builder(Tensors({"n.weight": scales}), backend)
-        norm = ProjectionRMSNorm(builder, "n", num_heads, 4, 1e-6, mine=range(first, first + held))
-        mine = slice(first * 4, (first + held) * 4)
+        builder = Builder(Weights({"n.weight": scales}), backend)
+        norm = ProjectionRMSNorm(builder, "n", num_heads, 4, 1e-6, mine=range(first, first + num_mine))
+        mine = slice(first * 4, (first + num_mine) * 4)
         np.testing.assert_allclose(norm(BACKEND.from_numpy(x.copy())[:, mine]), expected[:, mine], rtol=1e-5)
 
     run_ranks(ranks, BACKEND, work)

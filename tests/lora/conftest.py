@@ -50,10 +50,15 @@ class World:
         return folder if folder.exists() else merge(self.base, self.adapters[name], folder)
 
     def request(self, name: str | None, number: int | None = None) -> LoRARequest | None:
-        """Return what a request for an adapter says; None for None."""
-        if name is None:
-            return None
-        return LoRARequest(name, number or 1 + list(self.adapters).index(name), str(self.adapters[name]))
+        """Return the `LoRARequest` for an adapter; None for None."""
+        return lora_request(self.adapters, name, number)
+
+
+def lora_request(adapters: dict[str, Path], name: str | None, number: int | None = None) -> LoRARequest | None:
+    """Return the `LoRARequest` for one of these adapters; None for None."""
+    if name is None:
+        return None
+    return LoRARequest(name, number or 1 + list(adapters).index(name), str(adapters[name]))
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +88,9 @@ def scores(output: RequestOutput) -> np.ndarray:
     return np.array(rows)
 
 
-def check_same(got: RequestOutput, wanted: RequestOutput) -> None:
+def check_same(got: RequestOutput, reference: RequestOutput) -> None:
     """Check that tokens are the same, and log-probabilities up to rounding."""
     assert got.outputs[0].error is None, got.outputs[0].error
-    assert list(got.outputs[0].token_ids) == list(wanted.outputs[0].token_ids)
-    a, b = scores(got), scores(wanted)
+    assert list(got.outputs[0].token_ids) == list(reference.outputs[0].token_ids)
+    a, b = scores(got), scores(reference)
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b[np.isfinite(b)]).max())

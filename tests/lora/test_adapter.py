@@ -41,7 +41,7 @@ def good() -> Tensors:
     return factors(plain_tensors(), ("q_proj", "v_proj"), rank=4, seed=0)
 
 
-def test_the_scale_is_part_of_b_and_patterns_are_heeded(tmp_path: Path, targets: dict[str, LoRATarget]) -> None:
+def test_the_scale_is_part_of_b_and_follows_the_patterns(tmp_path: Path, targets: dict[str, LoRATarget]) -> None:
     tensors = good()
     config: dict[str, Any] = {"r": 2, "lora_alpha": 6, "rank_pattern": {"q_proj|v_proj": 4}}
     adapter = read(
@@ -60,9 +60,7 @@ def test_the_scale_is_part_of_b_and_patterns_are_heeded(tmp_path: Path, targets:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_model_that_takes_images(
-    tmp_path: Path, targets: dict[str, LoRATarget], prefix: str
-) -> None:
+def test_the_language_model_of_a_multimodal_model(tmp_path: Path, targets: dict[str, LoRATarget], prefix: str) -> None:
     tensors = {name.replace(f"{PREFIX}model.", f"{PREFIX}{prefix}"): value for name, value in good().items()}
     assert len(read(write_adapter(tmp_path, tensors), targets).changes) == 4
 

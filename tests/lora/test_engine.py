@@ -1,4 +1,4 @@
-"""Adapters through the whole engine: who waits, what is kept, what is shared, and who hears of a bad one."""
+"""Adapters in the engine: slots, preemption, shared prefixes, errors."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ def expected(world: World) -> list[object]:
 
 
 @pytest.mark.parametrize("scheduler", ["unified", "prefill-first"])
-def test_more_adapters_than_slots_take_turns(world: World, expected: list[object], scheduler: str) -> None:
+def test_more_adapters_than_slots(world: World, expected: list[object], scheduler: str) -> None:
     for max_loras, max_cpu_loras in ((1, 1), (2, 2), (1, 3)):
         options = {"max_loras": max_loras, "max_cpu_loras": max_cpu_loras, "scheduler": scheduler}
         with open_llm(world.base, enable_lora=True, **options) as llm:
-            for got, wanted in zip(answers(llm, [world.request(name) for name in NAMES]), expected, strict=True):
-                check_same(got, wanted)  # type: ignore[arg-type]
+            for got, reference in zip(answers(llm, [world.request(name) for name in NAMES]), expected, strict=True):
+                check_same(got, reference)  # type: ignore[arg-type]
             llm._engine.call("check_integrity")  # type: ignore[union-attr]
 
 
-def test_short_of_blocks_requests_are_preempted_and_go_on_with_their_adapter(
-    world: World, expected: list[object]
-) -> None:
+def test_preempted_requests_continue_with_their_adapter(world: World, expected: list[object]) -> None:
     for mode in ("recompute", "swap"):
         options = {"num_gpu_blocks_override": 18, "preemption_mode": mode, "swap_space": "4MiB"}
         with open_llm(world.base, enable_lora=True, max_loras=3, **options) as llm:
             outputs = answers(llm, [world.request(name) for name in NAMES])
             assert llm._engine.call("stats")["num_preemptions"] > 0  # type: ignore[union-attr]
-        for got, wanted in zip(outputs, expected, strict=True):
-            check_same(got, wanted)  # type: ignore[arg-type]
+        for got, reference in zip(outputs, expected, strict=True):
+            check_same(got, reference)  # type: ignore[arg-type]
 
 
 def test_prefixes_are_never_shared_across_adapters(world: World) -> None:
@@ -73,7 +71,7 @@ def test_an_adapter_that_changed_on_disk_has_prefixes_of_its_own(world: World, t
     check_same(second, other)
 
 
-def test_a_bad_adapter_is_the_end_of_its_own_requests_only(world: World, tmp_path: Path) -> None:
+def test_a_bad_adapter_fails_its_own_requests_only(world: World, tmp_path: Path) -> None:
     with open_llm(world.base, enable_lora=True, max_loras=2) as llm:
         bad = LoRARequest("bad", 9, str(tmp_path / "nowhere"))
         outputs = answers(llm, [world.request("few"), bad, None, bad])
@@ -86,7 +84,7 @@ def test_a_bad_adapter_is_the_end_of_its_own_requests_only(world: World, tmp_pat
         check_same(again, outputs[0])
 
 
-def test_an_adapter_that_went_from_memory_is_read_again(world: World, tmp_path: Path) -> None:
+def test_an_unloaded_adapter_is_read_again(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "it"
     shutil.copytree(world.adapters["few"], folder)
     mine = LoRARequest("it", 9, str(folder))
@@ -101,7 +99,7 @@ def test_an_adapter_that_went_from_memory_is_read_again(world: World, tmp_path: 
         check_same(answers(llm, [world.request("all")])[0], other)
 
 
-def test_sleep_lets_adapters_go_and_requests_bring_them_back(world: World) -> None:
+def test_sleep_unloads_adapters_and_requests_load_them_again(world: World) -> None:
     with open_llm(world.base, enable_lora=True) as llm:
         (first,) = answers(llm, [world.request("few")])
         for level in (1, 2):
@@ -115,11 +113,11 @@ def test_beam_search_has_the_adapter(world: World) -> None:
     with open_llm(world.base, enable_lora=True) as llm:
         (got,) = llm.beam_search([PROMPTS[1]], params, lora_request=world.request("tables"))
     with open_llm(world.merged("tables")) as llm:
-        (wanted,) = llm.beam_search([PROMPTS[1]], params)
-    assert [beam.tokens for beam in got.sequences] == [beam.tokens for beam in wanted.sequences]
+        (reference,) = llm.beam_search([PROMPTS[1]], params)
+    assert [beam.tokens for beam in got.sequences] == [beam.tokens for beam in reference.sequences]
 
 
-def test_what_cannot_be_asked_for(world: World) -> None:
+def test_requests_and_options_that_are_refused(world: World) -> None:
     with open_llm(world.base) as llm, pytest.raises(UnsupportedError, match="serves no LoRA adapters"):
         answers(llm, [world.request("few")])
     with open_llm(world.base, enable_lora=True) as llm:

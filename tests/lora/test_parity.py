@@ -11,7 +11,7 @@ import pytest
 from quire import SamplingParams
 from tests.helpers.adapters import factors, merge, read_tensors, write_adapter
 from tests.helpers.checkpoints import plain_tensors, write_checkpoint
-from tests.lora.conftest import PROMPTS, World, answers, check_same, open_llm, scores
+from tests.lora.conftest import PROMPTS, World, answers, check_same, lora_request, open_llm, scores
 
 NAMES = [None, "few", "all", "tables", "few", None, "tables", "all"]
 
@@ -23,8 +23,8 @@ def test_a_mixed_batch_is_each_merged_model(world: World, device: str) -> None:
     for name in dict.fromkeys(NAMES):
         places = [i for i, other in enumerate(NAMES) if other == name]
         with open_llm(world.base if name is None else world.merged(name), device) as llm:
-            wanted = answers(llm, [None] * len(places), [PROMPTS[i] for i in places])
-        for place, output in zip(places, wanted, strict=True):
+            reference = answers(llm, [None] * len(places), [PROMPTS[i] for i in places])
+        for place, output in zip(places, reference, strict=True):
             check_same(got[place], output)
 
 
@@ -32,8 +32,8 @@ def test_requests_without_adapter_are_as_without_lora_to_the_bit(world: World) -
     with open_llm(world.base, enable_lora=True, max_loras=3) as llm:
         got = answers(llm, [world.request(name) for name in NAMES])
     with open_llm(world.base) as llm:
-        wanted = answers(llm, [None, None], [PROMPTS[0], PROMPTS[5]])
-    for place, output in zip((0, 5), wanted, strict=True):
+        reference = answers(llm, [None, None], [PROMPTS[0], PROMPTS[5]])
+    for place, output in zip((0, 5), reference, strict=True):
         np.testing.assert_array_equal(scores(got[place]), scores(output))
 
 
@@ -61,20 +61,15 @@ def check_family(tmp_path: Path, family: str, suffixes: tuple[str, ...], options
     given = factors(read_tensors(base), suffixes, rank=4, seed=5, **options)
     adapter = write_adapter(tmp_path / "adapter", given, fan_in_fan_out=bool(options), target_modules=list(suffixes))
     model = merge(base, adapter, tmp_path / "merged", **options)
-    lora = World.request(_Named({"it": adapter}), "it")  # type: ignore[arg-type]
+    lora = lora_request({"it": adapter}, "it")
     with open_llm(base, enable_lora=True) as llm:
         got = answers(llm, [None, lora, lora])
     with open_llm(model) as llm:
-        wanted = answers(llm, [None, None], PROMPTS[1:])
+        reference = answers(llm, [None, None], PROMPTS[1:])
     with open_llm(base) as llm:
-        wanted = [*answers(llm, [None]), *wanted]
-    for a, b in zip(got, wanted, strict=True):
+        reference = [*answers(llm, [None]), *reference]
+    for a, b in zip(got, reference, strict=True):
         check_same(a, b)
-
-
-class _Named:
-    def __init__(self, adapters: dict[str, Path]) -> None:
-        self.adapters = adapters
 
 
 @pytest.mark.parametrize(("family", "suffixes", "options"), FAMILIES, ids=[item[0] for item in FAMILIES])
@@ -116,11 +111,11 @@ def test_an_adapter_may_enlarge_the_vocabulary(world: World, device: str) -> Non
         )
     assert max(hot[0].outputs[0].token_ids) < 160
     with open_llm(world.merged("more"), device) as llm:
-        wanted = answers(llm, [None], prompts[1:])
+        reference = answers(llm, [None], prompts[1:])
     own = got[1].outputs[0].token_ids
-    assert list(own) == list(wanted[0].outputs[0].token_ids)
+    assert list(own) == list(reference[0].outputs[0].token_ids)
     assert max(own) >= 160, "the test shows nothing if no new token is generated"
-    np.testing.assert_allclose(scores(got[1])[:, :165], scores(wanted[0]), atol=1e-4)
+    np.testing.assert_allclose(scores(got[1])[:, :165], scores(reference[0]), atol=1e-4)
     for name, output in ((None, got[0]), ("few", got[2])):
         with open_llm(world.base if name is None else world.merged(name), device) as llm:
             (alone,) = answers(llm, [None], [prompts[0 if name is None else 2]])
@@ -141,10 +136,10 @@ def test_prompt_logprobs_forks_and_beams_have_the_adapter(world: World) -> None:
     with open_llm(world.base, enable_lora=True) as llm:
         got = answers(llm, [None, lora], prompt_logprobs=2, n=2, temperature=0.9, seed=5)
     with open_llm(world.merged("tables")) as llm:
-        wanted = answers(llm, [None], PROMPTS[1:], prompt_logprobs=2, n=2, temperature=0.9, seed=5)
-    for a, b in zip(got[1].outputs, wanted[0].outputs, strict=True):
+        reference = answers(llm, [None], PROMPTS[1:], prompt_logprobs=2, n=2, temperature=0.9, seed=5)
+    for a, b in zip(got[1].outputs, reference[0].outputs, strict=True):
         assert list(a.token_ids) == list(b.token_ids)
-    ours, theirs = got[1].prompt_logprobs, wanted[0].prompt_logprobs
+    ours, theirs = got[1].prompt_logprobs, reference[0].prompt_logprobs
     assert ours is not None and theirs is not None
     for mine, other in zip(ours[1:], theirs[1:], strict=True):
         assert mine is not None and other is not None and list(mine) == list(other)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checkpoints import load_oracle, logits_of, write_checkpoint
-from tests.lora.conftest import PROMPTS, World, answers, open_llm, scores
+from tests.lora.conftest import PROMPTS, answers, lora_request, open_llm, scores
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "use_rslora": True},
@@ -43,9 +43,8 @@ def test_adapters_made_by_peft(tmp_path: Path) -> None:
             folders[name] = tmp_path / name
             model.save_pretrained(folders[name])
         names = [None, *CONFIGS]
-        lora = World.request
         with open_llm(base, enable_lora=True, max_loras=4) as llm:
-            got = answers(llm, [lora(_Named(folders), name) for name in names])  # type: ignore[arg-type]
+            got = answers(llm, [lora_request(folders, name) for name in names])
         for name, output, prompt in zip(names, got, PROMPTS, strict=False):
             oracle = load_oracle(base)
             if name is not None:
@@ -55,8 +54,3 @@ def test_adapters_made_by_peft(tmp_path: Path) -> None:
             assert logits.argmax(axis=1).tolist() == tokens, name
             expected = torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()
             assert abs(scores(output) - expected).max() < 1e-5 * abs(expected).max()
-
-
-class _Named:
-    def __init__(self, adapters: dict[str, Path]) -> None:
-        self.adapters = adapters

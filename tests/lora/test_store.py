@@ -1,4 +1,4 @@
-"""Which adapters are in memory and in slots, who waits for room there, and that nobody does so for ever."""
+"""Which adapters are in memory and in slots, and which requests wait for room there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.lora.store import MAX_OVERTAKE_SECONDS, AdapterStore
 
 
 class FakeSlots:
-    """Notes what is put into slots."""
+    """Records the contents of the slots."""
 
     base_vocab = 160
 
@@ -30,7 +30,7 @@ class FakeSlots:
 
 
 class Store(AdapterStore):
-    """Reads adapters out of thin air, but not number 13; `read` has the numbers of those that were."""
+    """Makes up adapters instead of reading files, and fails for number 13; `read_numbers` has all that were read."""
 
     def __init__(self, num_slots: int, max_loaded: int) -> None:
         self.now, self.read_numbers, self.fake = 0.0, list[int](), FakeSlots(num_slots)
@@ -39,7 +39,7 @@ class Store(AdapterStore):
     def _read(self, request: LoRARequest) -> tuple[Adapter, Any]:
         self.read_numbers.append(request.lora_int_id)
         if request.lora_int_id == 13:
-            raise ModelError("it is no good")
+            raise ModelError("bad adapter")
         return Adapter({}, 160, 160, f"digest-{request.lora_int_id}"), {"name": request.lora_name}
 
     def request(self, number: int, user: str) -> None:
@@ -61,7 +61,7 @@ def store() -> Any:
     made.close()
 
 
-def test_each_is_read_once_for_all_who_want_it(store: Store) -> None:
+def test_an_adapter_is_read_once_for_all_its_users(store: Store) -> None:
     store.request(1, "a")
     store.request(1, "b")
     assert store.results() == {"a": "digest-1", "b": "digest-1"}
@@ -69,7 +69,7 @@ def test_each_is_read_once_for_all_who_want_it(store: Store) -> None:
     assert store.results() == {"c": "digest-1"} and store.read_numbers == [1]
 
 
-def test_what_is_used_stays_and_the_rest_goes_by_age(store: Store) -> None:
+def test_adapters_with_users_stay_and_others_are_unloaded_by_last_use(store: Store) -> None:
     for number, user in ((1, "a"), (2, "b")):
         store.request(number, user)
     store.results()
@@ -89,7 +89,7 @@ def test_what_is_used_stays_and_the_rest_goes_by_age(store: Store) -> None:
     assert store.results() == {"f": "digest-1"} and store.read_numbers == [1, 2, 3, 4]
 
 
-def test_users_of_what_is_there_overtake_for_a_while_only(store: Store) -> None:
+def test_users_of_loaded_adapters_overtake_for_a_limited_time(store: Store) -> None:
     store.request(1, "a")
     store.request(2, "b")
     store.results()
@@ -106,7 +106,7 @@ def test_users_of_what_is_there_overtake_for_a_while_only(store: Store) -> None:
     assert store.results() == {"late": "digest-1"}
 
 
-def test_who_no_longer_waits_is_not_told_and_holds_nobody_up(store: Store) -> None:
+def test_users_that_stopped_waiting_get_no_result_and_block_no_others(store: Store) -> None:
     store.request(1, "a")
     store.request(2, "b")
     store.results()
@@ -118,15 +118,15 @@ def test_who_no_longer_waits_is_not_told_and_holds_nobody_up(store: Store) -> No
     assert store.results() == {"d": "digest-4"} and 3 not in store.read_numbers
 
 
-def test_one_that_is_no_good_leaves_nothing_and_is_tried_again(store: Store) -> None:
+def test_a_failed_adapter_is_read_again(store: Store) -> None:
     store.request(13, "a")
     store.request(13, "b")
-    assert store.results() == {"a": "it is no good", "b": "it is no good"}
+    assert store.results() == {"a": "bad adapter", "b": "bad adapter"}
     store.request(13, "c")
-    assert store.results() == {"c": "it is no good"} and store.read_numbers == [13, 13]
+    assert store.results() == {"c": "bad adapter"} and store.read_numbers == [13, 13]
 
 
-def test_slots_go_to_those_of_the_step_and_are_taken_from_those_used_longest_ago() -> None:
+def test_the_adapters_of_a_step_get_the_least_recently_used_slots() -> None:
     store = Store(num_slots=2, max_loaded=4)
     for number in (1, 2, 3):
         store.request(number, f"user-{number}")

@@ -71,7 +71,7 @@ def test_options_out_of_range_are_named(tmp_path: Path) -> None:
         logits(tmp_path, load_format="onnx")
 
 
-def test_layers_that_foretell_more_tokens_are_left_out_in_silence(
+def test_layers_for_multi_token_prediction_are_ignored_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = plain_tensors()
@@ -106,7 +106,7 @@ def test_int8_caches_count_their_scales() -> None:
         ("int4", 64 + 2 * 2 + 4, 128 + 4),
     ],
 )
-def test_weights_are_counted_as_they_will_be_held(
+def test_weights_are_counted_as_they_will_be_stored(
     quantization: str | None, matrix: int, table: int, tmp_path: Path
 ) -> None:
     folder = write_checkpoint(
@@ -158,7 +158,7 @@ def test_phi3_refuses_the_scaling_of_its_early_files(tmp_path: Path) -> None:
         ("stablelm", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
     ],
 )
-def test_masks_and_tables_of_older_files_are_no_news(
+def test_masks_and_tables_of_older_files_are_ignored_without_a_warning(
     family: str, names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_checkpoint(tmp_path, family)
@@ -198,9 +198,7 @@ def test_no_rope_layers_that_fit_no_model_are_refused(layers: object, tmp_path: 
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True (expected false)"),
     ],
 )
-def test_variants_that_are_not_computed_are_refused(
-    family: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_unsupported_variants_are_refused(family: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     info = load_model_info(write_checkpoint(tmp_path, family), changes)
     with pytest.raises(ModelError) as caught:
         load_model(info, BACKEND)
@@ -251,12 +249,12 @@ def test_ranks_together_compute_what_one_computes(
 
 
 @pytest.mark.parametrize("strategy", ["eager", "prefetch"])
-def test_however_files_come_into_memory_the_weights_are_the_same(tmp_path: Path, strategy: str) -> None:
+def test_every_load_strategy_gives_the_same_weights(tmp_path: Path, strategy: str) -> None:
     write_plain(tmp_path)
     np.testing.assert_array_equal(logits(tmp_path, strategy=strategy), logits(tmp_path))
 
 
-def test_long_loads_say_how_far_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_loads_log_their_progress(caplog: pytest.LogCaptureFixture) -> None:
     times = iter([0.0, 1.0, 6.0, 7.0, 12.5])
     with caplog.at_level(logging.INFO), LoadProgress("m", 4_000_000, clock=lambda: next(times)) as progress:
         for _ in range(4):

@@ -86,8 +86,8 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--max-num-seqs", "3"]) == 2  # nothing of a model by itself
     assert "--max-num-seqs" in capsys.readouterr().err
     assert main(["verify", str(folder), *options, "--all-layers", "--tolerance", "0"]) == 1
-    told = capsys.readouterr().out
-    assert "they differ (tolerance 0)" in told and "  layer      values      scores" in told
+    printed = capsys.readouterr().out
+    assert "they differ (tolerance 0)" in printed and "  layer      values      scores" in printed
 
 
 def test_quantized_weights_are_measured_too(folder: Path) -> None:

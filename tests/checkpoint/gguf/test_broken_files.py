@@ -1,4 +1,4 @@
-"""Files that are cut off, lie, or hold what no file should: one line naming file and field, and no large allocation."""
+"""Truncated and malformed files: an error of one line naming file and field, and no large allocation."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ HUGE = 2**63
         (build([], [entry(b"a", (32, 4), 0, 0), entry(b"b", (8,), 0, 32)]), "tensor 'b': overlaps tensor 'a'"),
     ],
 )
-def test_lies_are_named(tmp_path: Path, content: bytes, words: str) -> None:
+def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     assert words in refusal(tmp_path, content)
 
 
-def test_the_file_that_the_lies_are_made_of_is_good(tmp_path: Path) -> None:
+def test_a_good_file_is_read(tmp_path: Path) -> None:
     for version in (2, 3):
         (tmp_path / "m.gguf").write_bytes(GOOD.replace(b"GGUF\x03", b"GGUF" + bytes([version])))
         assert list(GGUFFile(tmp_path / "m.gguf").entries) == ["a", "b"]

@@ -92,7 +92,7 @@ def test_quantized_weights(tmp_path: Path, family: str, kind: str, device: str) 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q6_K"])
-def test_weights_are_held_in_their_bits(tmp_path: Path, kind: str) -> None:
+def test_weights_stay_quantized(tmp_path: Path, kind: str) -> None:
     """In bfloat16, products take the integers as they are, and round their inputs to eight bits."""
     path = quantized_model(tmp_path, "llama", kind, **(WIDE if kind.endswith("_K") else {"intermediate_size": 64}))
     model = driver(path, "cpu", "bfloat16")
@@ -118,7 +118,7 @@ def test_mixed_types_keep_their_bits(tmp_path: Path) -> None:
     assert isinstance(tensors["model.layers.0.mlp.down_proj.weight"].read(), HostTensor)
 
 
-def test_stretched_positions_of_llama_3(tmp_path: Path) -> None:
+def test_scaled_rotary_embeddings_of_llama_3(tmp_path: Path) -> None:
     """The factors of each pair's speed stand in a tensor, whatever formula they were made by."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -166,8 +166,8 @@ def test_the_option_must_name_what_the_folder_holds(tmp_path: Path, caplog: pyte
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**PLAIN_CONFIG, "quantization_config": GPTQ}))
     info = load_model_info(tmp_path)
-    asked = EngineConfig.from_kwargs(model=str(tmp_path), quantization="gptq")
-    assert resolve_config(asked, info).model.quantization is None
+    requested = EngineConfig.from_kwargs(model=str(tmp_path), quantization="gptq")
+    assert resolve_config(requested, info).model.quantization is None
     with pytest.raises(ConfigError, match="awq names what a checkpoint holds; this one is quantized with gptq"):
         resolve_config(EngineConfig.from_kwargs(model=str(tmp_path), quantization="awq"), info)
     path.write_text(json.dumps(PLAIN_CONFIG))

@@ -1,4 +1,4 @@
-"""What quantized weights are worth: bit for bit what their format says, whole and cut, as integers and as codes."""
+"""Values of quantized weights: bit for bit those of their format, whole and sliced, as integers and as codes."""
 
 from __future__ import annotations
 
