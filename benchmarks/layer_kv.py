@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, folder: Path, rate: float, options: dict[str, 
         for point in ("p50", "p99")
     ]
     return [
-        f"{found.num_blocks * config.cache.block_size:,}",
+        f"{found.ready.num_blocks * config.cache.block_size:,}",
         *(f"{value:.2f}" for value in times[:4]),
         *(f"{value:.0f}" for value in times[4:]),
         f"{result['output_throughput']:.0f}",

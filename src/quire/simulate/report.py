@@ -74,9 +74,8 @@ def summarize_run(run: SimulatedRun, **limits: float | None) -> dict[str, Any]:
     result = summarize(run.log, **limits)
     result["utilization"] = run.executor.busy_seconds / max(run.log.duration, 1e-12)
     result["new_shapes"] = run.executor.num_new_shapes
-    result["num_blocks"] = run.num_blocks
-    result["block_size"] = run.block_size
-    result["max_model_len"] = run.max_model_len
+    for name in ("num_blocks", "block_size", "max_model_len"):
+        result[name] = getattr(run.ready, name)
     return result
 
 

@@ -12,6 +12,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.layerwise import layer_split
+from quire.engine.messages import Ready
 from quire.engine.resolve import resolve_config
 from quire.kvcache.block_hash import DIGEST_BYTES, BlockHasher
 from quire.simulate.cost import ROOFLINE, CostModel, load_cost, parse_roofline
@@ -44,14 +45,11 @@ class RunHasher(BlockHasher):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A replay and what it was run with. num_blocks, block_size, max_model_len: as the engine resolved them."""
+    """A replay, its executor, and the sizes of the engine."""
 
     log: RunLog
     executor: SimulatedExecutor
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
+    ready: Ready
 
 
 def long_enough(info: ModelInfo, config: EngineConfig, requests: Sequence[TraceRequest]) -> ModelInfo:
@@ -118,13 +116,5 @@ def simulate(
     )
     core = EngineCore(config, executor=executor, info=info, clock=clock, hasher=RunHasher(b""))
     if isinstance(observer, WasteMeter):
-        observer.begin(core.ready.block_size, core.ready.max_model_len, config.scheduler.max_num_seqs)
-    log = drive(core, requests, clock)
-    return SimulatedRun(
-        log=log,
-        executor=executor,
-        num_blocks=core.ready.num_blocks,
-        block_size=core.ready.block_size,
-        max_model_len=core.ready.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-    )
+        observer.begin(core.ready)
+    return SimulatedRun(drive(core, requests, clock), executor, core.ready)

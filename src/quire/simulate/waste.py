@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.messages import Ready
 from quire.simulate.contents import StepContents
 from quire.simulate.trace import TraceRequest
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
@@ -129,9 +130,13 @@ class WasteMeter:
     _owners: Counter[int] = field(default_factory=Counter)
     _buddies: BuddyAllocator = field(default_factory=BuddyAllocator)
 
-    def begin(self, block_size: int, max_model_len: int, max_num_seqs: int) -> None:
+    def begin(self, ready: Ready) -> None:
         """Set the sizes that the engine has chosen."""
-        self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
+        self.block_size, self.max_model_len, self.max_num_seqs = (
+            ready.block_size,
+            ready.max_model_len,
+            ready.max_num_seqs,
+        )
         self._finals = {
             str(request.number): min(request.num_tokens - 1, self.max_model_len - 1) for request in self.requests
         }
