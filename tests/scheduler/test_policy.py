@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quire.sampling_params import BeamSearchParams
+from quire.scheduler.live import RequestQueue
 from quire.scheduler.policy import make_policy
-from quire.scheduler.queue import RequestQueue
 
 
 def in_order(requests, policy):
