@@ -236,7 +236,7 @@ class MetaBackend(CollectiveOps):
         """Count a weight, see `formats.pack`, `linear_int`, and for what a checkpoint stores `stored_size`."""
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         gated = gated and can_gate(parts)
-        padded, bits, group, depth = round_up(outputs, COLUMNS), 0, 0, inputs + inputs % 2 * self._paired
+        padded, bits, group, depth = round_up(outputs, COLUMNS), 0, 0, self._float_depth(inputs)
         layout = None if exact or self.quantization is not None else stored_layout(parts, self.dtype, table=table)
         if layout is not None:  # products with codes work like those with floats
             size = stored_size(layout, outputs, inputs)
@@ -269,10 +269,14 @@ class MetaBackend(CollectiveOps):
     def pack_heads(self, matrices: Sequence[Tensor]) -> MetaWeight:
         """Count the matrices of a layer's heads, see `heads.pack_heads`."""
         outputs, inputs = matrices[0].shape
-        depth = inputs + inputs % 2 if self._paired else inputs
+        depth = self._float_depth(inputs)
         nbytes = round_up(len(matrices) * round_up(outputs, COLUMNS) * depth * WORD_BYTES[self.dtype], ALIGNMENT)
         self._add(nbytes, "heads")
         return MetaWeight(outputs, inputs, depth, nbytes)
+
+    def _float_depth(self, inputs: int) -> int:
+        """Return the inputs of a row of floats as stored."""
+        return inputs + inputs % 2 * self._paired
 
     def _add(self, nbytes: int, kind: WeightKind) -> None:
         self.num_bytes += nbytes
@@ -333,15 +337,12 @@ class MetaBackend(CollectiveOps):
     def take_rows(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
         return self._out((len(ids), x.shape[1]))
 
-    def linear(self, x: np.ndarray, weight: MetaWeight) -> np.ndarray:
-        return self._product(x, weight)
-
     def head_linear(self, x: np.ndarray, weight: MetaWeight) -> np.ndarray:
         self._multiply(x.shape[0], weight)
         return self._out((x.shape[0], weight.outputs))
 
     def gated_linear(self, x: np.ndarray, weight: MetaWeight, kind: str) -> np.ndarray:
-        out = self._product(x, weight)
+        out = self.linear(x, weight)
         return out if weight.gated else self.gated_activation(out, kind)
 
     def _multiply(self, rows: int, weight: MetaWeight) -> None:
@@ -350,36 +351,31 @@ class MetaBackend(CollectiveOps):
             self._used.add(weight)
             self._flops += 2.0 * rows * weight.outputs * weight.inputs
 
-    def _product(self, x: np.ndarray, weight: MetaWeight) -> np.ndarray:
+    def linear(self, x: np.ndarray, weight: MetaWeight) -> np.ndarray:
         rows, outputs = x.shape[0], weight.outputs // (2 if weight.gated else 1)
         self._multiply(rows, weight)
         if self._processor is None:
             return self._gpu_product(rows, weight)
         if rows == 0:
             return self.empty((0, outputs))
-        tile_rows = self._processor.tile_rows
-        return self._packed_product(weight, padded_rows(rows), rows // tile_rows * tile_rows, rows)[:rows, :outputs]
+        whole = rows // self._processor.tile_rows * self._processor.tile_rows
+        return self._packed_product(weight, padded_rows(rows), whole, rows)[:rows, :outputs]
 
     def _packed_product(self, weight: MetaWeight, tiles: int, whole: int, rows: int) -> np.ndarray:
         """Allocate what `products.multiply` does, for `tiles` rows in tiles and `whole` rows in whole tiles."""
         width = weight.padded // 2 if weight.gated else weight.padded
         if weight.bits:
             out = self._out((rows, width), instructions=2)
-            self._packed_integers(tiles, weight)
-            return out
-        packed = self.empty((tiles * ((weight.inputs + 1) // 2) if self._paired else whole * weight.inputs,))
-        out = self._out((tiles if self._paired else rows, width), instructions=2)
+            if self.quantization == "int8-weight-only":
+                sizes = [tiles * weight.depth]  # inputs as floats
+            else:  # as bytes, four in a word, with starts and scales
+                sizes = [tiles * weight.depth // 4, tiles * (weight.depth // weight.group), tiles]
+            packed = [self.empty((size,)) for size in sizes]
+        else:
+            packed = [self.empty((tiles * ((weight.inputs + 1) // 2) if self._paired else whole * weight.inputs,))]
+            out = self._out((tiles if self._paired else rows, width), instructions=2)
         del packed
         return out
-
-    def _packed_integers(self, rows: int, weight: MetaWeight) -> None:
-        """Allocate the inputs of a product with integers: as floats, or rounded with starts and scales."""
-        if self.quantization == "int8-weight-only":
-            self.empty((rows * weight.depth,))
-        else:
-            sizes = rows * weight.depth // 4, rows * (weight.depth // weight.group), rows
-            together = [self.empty((size,)) for size in sizes]
-            del together
 
     def _gpu_product(self, rows: int, weight: MetaWeight) -> np.ndarray:
         """Return a product on a GPU; rows that are quantized are so before it, and gates are applied after it."""
@@ -422,24 +418,17 @@ class MetaBackend(CollectiveOps):
         source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         return self._out((*x.shape[:-1], source.shape[1] // 2))
 
-    def activation(self, x: np.ndarray, kind: str) -> np.ndarray:
-        return self._rows(x)
-
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        return self._rows(x)
-
-    def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        return self._rows(residual)
-
-    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
-        return self._rows(x)
-
-    def _rows(self, x: np.ndarray) -> np.ndarray:
+    def _rows(self, x: np.ndarray, *args: Any) -> np.ndarray:
         """Return an array like x, of which a copy may be made before if its rows are scattered."""
         source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         out = self._out(x.shape)
         del source
         return out
+
+    activation = rms_norm = layer_norm = _rows
+
+    def add_rms_norm(self, x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        return self._rows(residual)
 
     # LoRA adapters: a layer's slots are the columns between its factors
 
