@@ -122,7 +122,6 @@ def choose_gguf(folder: Path, choice: str = "") -> Path:
 def _download_gguf(
     repo_id: str, choice: str, revision: str | None, download_dir: str | None, token: str | None
 ) -> Path:
-    """Fetch one GGUF file, with all its parts."""
     spellings = dict.fromkeys((choice, choice.upper(), choice.lower()))
     patterns = [f"*{name}{end}" for name in spellings for end in (".gguf", "-*-of-*.gguf")]
     return choose_gguf(_download(repo_id, revision, download_dir, token, patterns, None), choice)

@@ -173,7 +173,6 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 
 def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
-    """Return what transformers' own configuration says."""
     fields, generation = ConfigFields(config, folder / CONFIG_FILE), _generation_fields(folder)
     sizes = transformers_sizes(folder, config)
     logger.warning(
@@ -193,12 +192,19 @@ def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
 
 
 def _tokens_and_dtype(fields: ConfigFields, generation: ConfigFields, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of `ModelInfo` that config.json has for every architecture."""
+    """Return the fields of `ModelInfo` that config.json has for every architecture.
+
+    Ids in generation_config.json come before those in config.json.
+    """
+    ids = {
+        key: _token_ids(generation, key, vocab_size) + _token_ids(fields, key, vocab_size)
+        for key in ("bos_token_id", "pad_token_id", "eos_token_id")
+    }
     return {
         "dtype": _dtype(fields),
-        "bos_token_id": _single_id("bos_token_id", generation, fields, vocab_size),
-        "pad_token_id": _single_id("pad_token_id", generation, fields, vocab_size),
-        "eos_token_ids": _eos_token_ids(generation, fields, vocab_size),
+        "bos_token_id": next(iter(ids["bos_token_id"]), None),
+        "pad_token_id": next(iter(ids["pad_token_id"]), None),
+        "eos_token_ids": tuple(dict.fromkeys(ids["eos_token_id"])),
         "sampling_defaults": _sampling_defaults(generation),
     }
 
@@ -283,7 +289,6 @@ def _sizes(fields: ConfigFields, family: Family) -> dict[str, Any]:
 
 
 def _layer_windows(fields: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window."""
     if family.windows is Windows.NEVER:
         return (None,) * num_layers
     window: int | None = fields.integer("sliding_window", None, low=1)
@@ -344,23 +349,8 @@ def _generation_fields(folder: Path) -> ConfigFields:
     return ConfigFields(read_json_object(path, optional=True), path)
 
 
-def _single_id(key: str, generation: ConfigFields, config: ConfigFields, vocab_size: int) -> int | None:
-    """A token id, from generation_config.json if it has one; -1 and other ids outside the vocabulary mean none."""
-    for fields in (generation, config):
-        ids = _ids(fields, key, vocab_size)
-        if ids:
-            return ids[0]
-    return None
-
-
-def _eos_token_ids(generation: ConfigFields, config: ConfigFields, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids of both files; generation_config.json's come first."""
-    ids = _ids(generation, "eos_token_id", vocab_size) + _ids(config, "eos_token_id", vocab_size)
-    return tuple(dict.fromkeys(ids))
-
-
-def _ids(fields: ConfigFields, key: str, vocab_size: int) -> list[int]:
-    """Read an id or a list of ids, leaving out those outside of the vocabulary."""
+def _token_ids(fields: ConfigFields, key: str, vocab_size: int) -> list[int]:
+    """Read an id or a list of ids, without those outside the vocabulary; there, -1 means none, others are warned of."""
     value = fields.values.get(key)
     if value is None:
         return []

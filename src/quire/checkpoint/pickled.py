@@ -76,7 +76,6 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the tensors of one file by name."""
     import torch
 
     regular_file_size(path)

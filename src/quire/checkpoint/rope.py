@@ -165,7 +165,6 @@ def _rotary_dim(config: ConfigFields, rope: ConfigFields, head_dim: int, part_ke
 
 
 def _with_type_fields(common: RopeParameters, rope: ConfigFields) -> RopeParameters:
-    """Add the parameters of the rope_type."""
     stretch = common.max_position_embeddings / common.original_max_position_embeddings
     match common.rope_type:
         case "linear" | "dynamic":

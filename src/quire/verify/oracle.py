@@ -57,7 +57,6 @@ class Oracle:
         self.name = type(self._model).__name__
 
     def _class(self) -> Any:
-        """Return the automatic class that loads the model."""
         import transformers
 
         if self._info.pooling is None:

@@ -64,7 +64,6 @@ def _stored_tensor(file: GGUFFile, origin: Origin, heads: int, kv_heads: int) ->
 
 
 def _changed(tensor: Tensor, file: GGUFFile, origin: Origin, heads: int, kv_heads: int) -> Tensor:
-    """Undo the change of llama.cpp's converter."""
     rows = tensor.shape[0]
     match origin.change:
         case "unrotate_q" | "unrotate_k":

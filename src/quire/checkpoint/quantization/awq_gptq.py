@@ -53,7 +53,6 @@ class GroupedIntegers:
             yield f"{module}.weight", self._of(module)._recipe(module, parts)
 
     def _of(self, module: str) -> GroupedIntegers:
-        """Return the settings of a module."""
         for pattern, settings in self.dynamic.items():
             if settings is not None and re.match(pattern, module):
                 return settings
