@@ -112,6 +112,11 @@ def test_sleep_waits_for_adapters_and_a_load_that_cannot_begin_is_none(folder: P
     error = answers[1]
     assert isinstance(error, RequestError) and error.message == "the adapter a cannot be used: no such folder"
     assert (error.param, error.code) == ("lora_path", "invalid_adapter")
+    assert core.call("sleep", {"level": 1})["level"] == 1
+    core.load_lora(adapter, answers.append)  # the weights are there
+    loader.finished = {loader.user: AdapterResult(vocab_size=5)}
+    core.step()
+    assert len(answers) == 3
     assert core.call("sleep", {"level": 2})["level"] == 2
     with pytest.raises(EngineAsleepError, match="without its weights"):
         core.load_lora(adapter, answers.append)

@@ -540,6 +540,15 @@ def test_starting_is_done_once() -> None:
     asyncio.run(run())
 
 
+def test_a_call_raises_what_the_engine_raised() -> None:
+    async def test(llm: AsyncLLM, client: FakeClient) -> None:
+        with pytest.raises(ConfigError, match="unknown engine operation") as caught:
+            await llm.call("nonsense")
+        assert (caught.value.param, caught.value.code, caught.value.http_status) == ("method", "invalid_config", 400)
+
+    on_fake(test)
+
+
 class SlowClient:
     """Holds up the start of a client until `loaded` is set."""
 

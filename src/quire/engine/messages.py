@@ -16,7 +16,7 @@ from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, RequestError
 from quire.step import SchedulerStats, SequenceOutput
 
-PROTOCOL_VERSION = 1  # changes with any message that an older peer would misread
+PROTOCOL_VERSION = 2  # changes with any message that an older peer would misread
 
 
 class Hello(msgspec.Struct, tag=True):

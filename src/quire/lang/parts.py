@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import RequestError, echo
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import OPTIONS, SamplingParams
 from quire.structured_outputs import StructuredOutputParams
 from quire.tokenizer.tokenizer import check_text
 
@@ -15,21 +15,13 @@ ROLES = ("system", "user", "assistant")
 SELECT_METHODS = ("auto", "logprob", "constrained")
 DEFAULT_MAX_TOKENS = 128
 # Fields of SamplingParams that a gen may not set, because the state depends on them.
-RESERVED = frozenset(
-    (
-        "n",
-        "best_of",
-        "logprobs",
-        "logprob_token_ids",
-        "prompt_logprobs",
-        "truncate_prompt_tokens",
-        "structured_outputs",
-        "detokenize",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "output_kind",
-    )
-)
+RESERVED = frozenset(name for name, field in OPTIONS.items() if field.affects != "text") | {
+    "structured_outputs",
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+}
 
 
 @dataclass(frozen=True, slots=True)
