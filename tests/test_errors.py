@@ -55,6 +55,14 @@ def test_every_error_is_the_same_after_it_crossed_a_process_boundary() -> None:
         assert data.refused == issubclass(kind, RequestError)
 
 
+def test_an_error_defined_elsewhere_crosses_as_its_nearest_base() -> None:
+    class OwnError(RequestError):
+        default_code = "own"
+
+    error = ErrorData.of(OwnError("wrong", param="field")).exception()
+    assert (type(error), error.message, error.param, error.code) == (RequestError, "wrong", "field", "own")
+
+
 def test_an_error_of_an_unknown_class_is_an_internal_one() -> None:
     for name in ("NoSuchError", "echo", "msgspec"):
         error = ErrorData(name, "what went wrong").exception()

@@ -174,8 +174,9 @@ class ErrorData(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: QuireError) -> ErrorData:
-        """Return the data of an error."""
-        return cls(type(error).__name__, error.message, error.param, error.code)
+        """Return the data of an error. A class that is defined elsewhere is replaced by its nearest base here."""
+        name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
+        return cls(name, error.message, error.param, error.code)
 
     @property
     def kind(self) -> type[QuireError]:
