@@ -180,7 +180,7 @@ class Machine:
         if hit.num_tokens:
             self.counts["hit"] = self.counts.get("hit", 0) + 1
             self.counts["partial"] = self.counts.get("partial", 0) + (hit.partial is not None)
-            self.counts["restored"] = self.counts.get("restored", 0) + (hit.num_host_tokens(self.size) > 0)
+            self.counts["restored"] = self.counts.get("restored", 0) + (hit.count_tokens(self.size, ())[0] > 0)
         sequence.num_computed_tokens = hit.num_tokens
         sequence.era = self.era
         self.waiting.pop(0)

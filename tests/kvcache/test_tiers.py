@@ -34,7 +34,7 @@ def test_what_the_device_reuses_is_copied_out_first_and_comes_back():
     b = Sequence("b", list(range(9)))
     kv.start_step()
     hit = kv.find_prefix(b)
-    assert (hit.num_tokens, hit.num_host_tokens(BLOCK)) == (8, 8)
+    assert (hit.num_tokens, hit.count_tokens(BLOCK, ())[0]) == (8, 8)
     assert all(found == HostHit(found.block_hash) for found in hit.tables[0])
     assert kv.allocate_slots(b, 1, hit) == ([table(kv, b)], [])
     assert moved(kv) == [(IN, place[block], table(kv, b)[i]) for i, block in enumerate(blocks[:2])]
@@ -443,7 +443,7 @@ def test_content_goes_down_both_tiers_and_the_nearer_one_is_hit():
     saved(kv, list(range(9)))
     kv.start_step()
     hit = kv.find_prefix(Sequence("b", list(range(9))))
-    assert (hit.num_tokens, hit.num_host_tokens(BLOCK), hit.loads) == (8, 8, [])
+    assert (hit.num_tokens, hit.count_tokens(BLOCK, ())[0], hit.loads) == (8, 8, [])
 
 
 def test_blocks_passed_by_a_window_are_saved_too():

@@ -8,6 +8,7 @@ section 3), while blocks stay blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import cast
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
 from quire.kvcache.tiers import HostHit, TierHit
@@ -48,15 +49,11 @@ class PrefixHit:
                 count += not isinstance(found, Block) or (found.ref_count == 0 and found is not NULL_BLOCK)
         return count
 
-    def num_tokens_of(self, block_ids: Collection[int] | None, block_size: int) -> int:
-        """Tokens that are in these device blocks, by the first group of layers."""
-        if not block_ids:
-            return 0
-        return sum(isinstance(found, Block) and found.block_id in block_ids for found in self.tables[0]) * block_size
-
-    def num_host_tokens(self, block_size: int) -> int:
-        """Tokens that come from the host's pool, by the first group of layers."""
-        return sum(isinstance(found, HostHit) for found in self.tables[0]) * block_size
+    def count_tokens(self, block_size: int, loaded: Collection[int]) -> tuple[int, int]:
+        """Return how many tokens are on the host, and in the `loaded` device blocks, by the first group of layers."""
+        num_host_blocks = sum(isinstance(found, HostHit) for found in self.tables[0])
+        num_loaded = sum(isinstance(found, Block) and found.block_id in loaded for found in self.tables[0])
+        return num_host_blocks * block_size, num_loaded * block_size
 
 
 def longest_hit(
@@ -69,14 +66,6 @@ def longest_hit(
     Args:
         find: returns block `index` of group `group`, `find(group, index)`, or None.
     """
-    if windows == [None]:
-        table: list[CachedBlock] = []
-        for index in range(limit):
-            found = find(0, index)
-            if found is None:
-                break
-            table.append(found)
-        return [table]
     columns: list[list[CachedBlock | None]] = [[] for _ in windows]
     for group, window in enumerate(windows):
         if window is None:
@@ -100,15 +89,12 @@ def longest_hit(
         for group, lengths in runs.items()
     ):
         limit -= 1
-    tables: list[list[CachedBlock]] = []
-    for group, window in enumerate(windows):
-        first = 0 if window is None else first_block_in_window(limit * block_size, window, block_size)
-        row: list[CachedBlock] = [NULL_BLOCK] * min(first, limit)
-        for found in columns[group][first:limit]:
-            assert found is not None
-            row.append(found)
-        tables.append(row)
-    return tables
+    tables: list[list[CachedBlock | None]] = []
+    for blocks, window in zip(columns, windows, strict=True):
+        first = 0 if window is None else min(first_block_in_window(limit * block_size, window, block_size), limit)
+        passed: list[CachedBlock | None] = [NULL_BLOCK] * first
+        tables.append(passed + blocks[first:limit])
+    return cast(list[list[CachedBlock]], tables)  # the blocks that are missing are none of these
 
 
 def first_block_in_window(position: int, window: int, block_size: int) -> int:

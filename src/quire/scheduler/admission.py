@@ -205,11 +205,11 @@ class Admission:
         hit = hit or self.kv.find_prefix(sequence)
         if not self.schedule_tokens(sequence, min(sequence.num_tokens - hit.num_tokens, most), plan, hit):
             return False
-        request, stats, size = sequence.request, self.stats, self.kv.block_size
+        request, stats = sequence.request, self.stats
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
-            request.num_host_tokens = hit.num_host_tokens(size)
-            request.num_disk_tokens = hit.num_tokens_of(request.loaded_block_ids, size)
+            counts = hit.count_tokens(self.kv.block_size, request.loaded_block_ids or ())
+            request.num_host_tokens, request.num_disk_tokens = counts
             stats.prefix_cache_queries += len(sequence.token_ids)
             stats.prefix_cache_hits += hit.num_tokens
             stats.host_cache_hits += request.num_host_tokens
@@ -225,12 +225,16 @@ class Admission:
         end = min(start + most, sequence.num_tokens)
         return self.kv.num_blocks_needed((sequence,), most, hit) + self.num_blocks_after(sequence, end)
 
-    def num_blocks_to_admit(self, request: Request, most: int, hit: PrefixHit) -> int:
+    def num_blocks_to_admit(self, request: Request, most: int, hit: PrefixHit | None = None) -> int:
         """Return how many free blocks a waiting request needs for its known tokens, and to begin its other sequences.
 
         Args:
-            most: most tokens that its first step computes. hit: what the caches hold of its first sequence.
+            most: most tokens that its first step computes.
+            hit: what the caches hold of its first sequence, if that was looked up already.
         """
+        if request.status is RequestStatus.SWAPPED:
+            return self.kv.num_blocks_to_swap_in(request.sequences)
+        hit = hit or self.kv.find_prefix(request.sequences[0])
         num_others = (request.num_sequences - 1) * len(self.kv.windows)
         return self.num_blocks_to_compute(request.sequences[0], most, hit) + num_others
 
@@ -381,24 +385,18 @@ class Admission:
             return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
 
-    def can_swap_in(self, request: Request, num_reserved: int) -> bool | None:
-        """Return whether a swapped request fits now (True), later (False), or never (None)."""
-        needed = self.kv.num_blocks_to_swap_in(request.sequences)
-        if needed > self.kv.pool.num_blocks:
-            return None
-        return needed + num_reserved <= self.kv.pool.num_free
-
     def swap_in(self, request: Request, plan: PlanBuilder, num_reserved: int) -> bool | None:
         """Bring back a swapped request, if there is room for it and for a token of each of its sequences.
 
         Returns whether it runs; None if it was ended because it never fits.
         """
-        fits = self.can_swap_in(request, num_reserved if self.requests.running else 0)
-        if fits is None:
-            self.finish_infeasible(request, self.kv.num_blocks_to_swap_in(request.sequences))
+        needed, pool = self.kv.num_blocks_to_swap_in(request.sequences), self.kv.pool
+        if needed > pool.num_blocks:
+            self.finish_infeasible(request, needed)
             return None
         unfinished = [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens]
-        if not fits or plan.budget < len(unfinished):
+        num_reserved = num_reserved if self.requests.running else 0
+        if needed + num_reserved > pool.num_free or plan.budget < len(unfinished):
             return False
         self.kv.swap_in(request.sequences)
         self.requests.admit(request)

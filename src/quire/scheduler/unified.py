@@ -152,10 +152,8 @@ class UnifiedPlanner:
         num_reserved = admission.watermark_blocks
         for running in self._requests.running:
             num_reserved += sum([admission.num_blocks_to_compute(sequence, most) for sequence in running.sequences])
-        if request.status is RequestStatus.SWAPPED:
-            return admission.can_swap_in(request, num_reserved) is not False
-        hit = kv.find_prefix(request.sequences[0])
-        return admission.num_blocks_to_admit(request, most, hit) + num_reserved <= kv.pool.num_free
+        needed = admission.num_blocks_to_admit(request, most)
+        return needed > kv.pool.num_blocks or needed + num_reserved <= kv.pool.num_free
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
         """Schedule the next tokens of every running sequence, preempting from the end while blocks are lacking.
