@@ -18,7 +18,7 @@ import msgspec
 
 from quire.checks import check_int, wrong_type, wrong_value
 from quire.engine.messages import Ready
-from quire.engine_request import EngineRequest, LoRARequest, ThinkingData
+from quire.engine_request import EngineRequest, LoRARequest
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.context_limit import ContextLimit
 from quire.frontend.front_model import FrontModel
@@ -138,50 +138,29 @@ class InputProcessor:
         longest = (most + 64) * self.tokenizer.max_chars_per_token
         return self.tokenizer.encode_within(text[:longest], most) if pooled else self.tokenizer.encode(text[-longest:])
 
-    def build(
-        self,
-        token_ids: list[int],
-        params: Params,
-        request_id: str,
-        *,
-        arrival_time: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        grammar: str | None = None,
-        thinking: ThinkingData | None = None,
-        lora: LoRARequest | None = None,
-    ) -> list[EngineRequest]:
-        """Return the engine requests of a request, usually one.
+    def build(self, token_ids: list[int], params: Params, request_id: str, **fields: Any) -> list[EngineRequest]:
+        """Return the engine requests of a request, usually one; `fields` are others of `EngineRequest`.
 
-        `grammar` is compiled from the structured output of `params`, `thinking` the bound on reasoning
+        Of these, `grammar` is compiled from the structured output of `params`, `thinking` the bound on reasoning
         (`FrontModel.constraints`). Sequences are "{id}", or "{id}-0" and so on for several. The first one uses the seed
         itself, the others seeds derived from it. More sequences than the engine runs at a time go into several engine
         requests, the first of which has the prompt's log-probabilities. A beam search is one sequence.
         """
-        self._check_options(request_id, priority, cache_salt, tenant)
+        neutral = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        request = EngineRequest(request_id, token_ids, neutral, **fields)
+        _check_options(request)
         self.check_kind(params)
-        request = EngineRequest(
-            request_id,
-            token_ids,
-            SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY),
-            arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            grammar=grammar,
-            thinking=thinking,
-            lora=lora,
-        )
         if isinstance(params, PoolingParams):
             request.pooling = self.pooling_params(params)
             return [request]
-        assert params.structured_outputs is None or grammar is not None, "it would be ignored without its grammar"
+        assert params.structured_outputs is None or request.grammar is not None, (
+            "it would be ignored without its grammar"
+        )
         beam = None
         if isinstance(params, BeamSearchParams):
             self.check_beam_width(params.beam_width)
             beam, params = params, _params_of_beams(params)
-        self._check_params(params, self._vocab_size(lora))
+        self._check_params(params, self._vocab_size(request.lora))
         self.check_logprobs(params, len(token_ids))
         eos_ids = () if params.ignore_eos else self.eos_token_ids
         room = self.max_model_len - len(token_ids)
@@ -315,17 +294,6 @@ class InputProcessor:
             self._breakers = SequenceBreakerIndex(self.tokenizer, self.vocab_size)
         return self._breakers.spellings(texts)
 
-    @staticmethod
-    def _check_options(request_id: str, priority: int, cache_salt: str | None, tenant: str) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise wrong_type("request_id", "a non-empty text", request_id)
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_LIMIT:
-            raise wrong_value("priority", f"an integer from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}", priority)
-        if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_LENGTH):
-            raise wrong_value("cache_salt", f"a text of 1 to {MAX_SALT_LENGTH} characters", cache_salt)
-        if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
-            raise wrong_value("tenant", f"a text of at most {MAX_TENANT_LENGTH} characters", tenant)
-
     def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token sequences that spell each word: at the start of a text, after a space, inside a text."""
         sequences: dict[tuple[int, ...], None] = {}
@@ -342,6 +310,19 @@ class InputProcessor:
         for ids in sequences:
             check_ids(ids, self.vocab_size, "bad_words", text=True)
         return [list(ids) for ids in sequences if ids]
+
+
+def _check_options(request: EngineRequest) -> None:
+    """Check the options of a request that are not sampling parameters."""
+    priority, salt, tenant = request.priority, request.cache_salt, request.tenant
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise wrong_type("request_id", "a non-empty text", request.request_id)
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_LIMIT:
+        raise wrong_value("priority", f"an integer from {-PRIORITY_LIMIT} to {PRIORITY_LIMIT}", priority)
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LENGTH):
+        raise wrong_value("cache_salt", f"a text of 1 to {MAX_SALT_LENGTH} characters", salt)
+    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
+        raise wrong_value("tenant", f"a text of at most {MAX_TENANT_LENGTH} characters", tenant)
 
 
 def _params_of_one(params: SamplingParams) -> SamplingParams:
