@@ -659,12 +659,12 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check_fields(self, _BEAM_CHECKS)
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], *, default_max_tokens: int) -> BeamSearchParams:
+    def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
         """Return the search that a request means which says `use_beam_search` among sampling fields.
 
         Args:
             fields: of `SamplingParams`, and `length_penalty` and `early_stopping`. The beam width is `best_of`, or else
-                `n`, of which the caller returns `n`. default_max_tokens: what `max_tokens` None means.
+                `n`, of which the caller returns `n`. most_tokens: what `max_tokens` None means.
 
         Raises:
             UnsupportedError: a field asks for something that beams cannot honour. RequestError: it is malformed.
@@ -685,7 +685,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
         taken = {name: getattr(params, name) for name in shared - {"temperature"}} | options
         if taken["max_tokens"] is None:
-            taken["max_tokens"] = default_max_tokens
+            taken["max_tokens"] = most_tokens
         return cls(beam_width=params.n if best_of is None else check_best_of(best_of, params.n), **taken)
 
     def clone(self, **changes: Any) -> BeamSearchParams:

@@ -80,8 +80,8 @@ def test_a_beam_search_from_the_fields_of_a_request() -> None:
     fields = {"n": 2, "best_of": 5, "max_tokens": None, "length_penalty": 0.5, "early_stopping": True, "seed": 3}
     fields |= {"top_k": -1, "top_p": 1, "presence_penalty": 0, "stop": [], "bad_words": None, "ignore_eos": True}
     expected = BeamSearchParams(beam_width=5, max_tokens=40, ignore_eos=True, length_penalty=0.5, early_stopping=True)
-    assert BeamSearchParams.from_fields(fields, default_max_tokens=40) == expected
-    assert BeamSearchParams.from_fields({"n": 3, "max_tokens": 8}, default_max_tokens=40) == BeamSearchParams(
+    assert BeamSearchParams.from_fields(fields, most_tokens=40) == expected
+    assert BeamSearchParams.from_fields({"n": 3, "max_tokens": 8}, most_tokens=40) == BeamSearchParams(
         beam_width=3, max_tokens=8
     )
 
@@ -141,7 +141,7 @@ DEPENDENT: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", NOT_FOR_BEAMS)
 def test_what_beams_cannot_honour_is_refused_by_name(name: str) -> None:
     with refused(name, kind=UnsupportedError, match=name):
-        BeamSearchParams.from_fields({"n": 2, name: NOT_FOR_BEAMS[name]}, default_max_tokens=9)
+        BeamSearchParams.from_fields({"n": 2, name: NOT_FOR_BEAMS[name]}, most_tokens=9)
 
 
 def test_every_sampling_field_is_honoured_by_beams_or_refused() -> None:
@@ -156,7 +156,7 @@ def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
     with refused(name, match=f"{name} has no effect without .*{needed}"):
         SamplingParams(**{name: value})
     with pytest.raises(RequestError, match=name):
-        BeamSearchParams.from_fields({"n": 2, name: value}, default_max_tokens=9)
+        BeamSearchParams.from_fields({"n": 2, name: value}, most_tokens=9)
 
 
 @pytest.mark.parametrize(

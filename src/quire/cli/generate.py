@@ -296,7 +296,7 @@ class SamplingFlags:
         given = {**self._sampling, **(own or {})}
         if self._beams is not None:
             fields = {"max_tokens": MAX_TOKENS, **given, **self._beams.fields()}
-            return BeamSearchParams.from_fields(fields, default_max_tokens=MAX_TOKENS)
+            return BeamSearchParams.from_fields(fields, most_tokens=MAX_TOKENS)
         n = given.get("n", 1)
         ranked = given.get("best_of", n) != n
         kind = RequestOutputKind.DELTA if stream and not ranked else RequestOutputKind.FINAL_ONLY

@@ -120,7 +120,7 @@ def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[st
             "stream is not supported with beam search, which knows its beams at the end only", param="stream"
         )
     fields |= {name: getattr(body, name) for name in NEUTRAL_BEAM_FIELDS if getattr(body, name) is not None}
-    params = BeamSearchParams.from_fields(fields, default_max_tokens=context.llm.max_model_len)
+    params = BeamSearchParams.from_fields(fields, most_tokens=context.llm.max_model_len)
     context.llm.processor.check_beam_width(params.beam_width, "n" if body.best_of is None else "best_of")
     return params
 
