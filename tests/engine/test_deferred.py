@@ -151,6 +151,23 @@ def run(core: EngineCore, most: int = 100) -> dict[str, SequenceOutput]:
     return last
 
 
+def test_the_wait_for_a_grammar_is_no_step_time(folder: Path, compiler: Compiler) -> None:
+    now = [0.0]
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    core = EngineCore(config, executor=compiler, info=load_model_info(folder), clock=lambda: now[0])
+    core.add(request("first", None))
+    core.add(request("later", "start: /a/"))
+    for now[0] in range(10, 19):  # "first" ends after some of these steps
+        core.step()
+    seconds = core.call("stats")["step_seconds"]
+    assert 3.0 <= seconds <= 4.0
+    compiler.finished = {"start: /a/": None}
+    for now[0] in range(100, 109):
+        core.step()
+    assert not core.has_unfinished()
+    assert core.call("stats")["step_seconds"] == 2 * seconds
+
+
 def test_a_request_waits_for_its_grammar_while_others_run(core: EngineCore, compiler: Compiler) -> None:
     core.add(request("later", "start: /a/"))
     core.add(request("now", None))

@@ -247,9 +247,11 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._announce(plan)
         if plan.is_empty:
-            if not in_flight:
-                self._last_result_time = None  # nothing can run yet
-            outputs = self._process_oldest() if in_flight else []
+            outputs: list[SequenceOutput] = []
+            if in_flight:
+                outputs = self._process_oldest()
+            else:
+                self._last_result_time = None  # the next step waits for a grammar or an adapter, not for the host
             return outputs + self.scheduler.update_from_output(plan, ModelOutput(sampled_token_ids={}))
         was_idle, step = not in_flight, self._begin(plan)
         in_flight.append(step)
