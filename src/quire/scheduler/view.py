@@ -65,7 +65,16 @@ def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict
         counts[queue] += 1
         if counts[queue] <= limit:
             request_of.update(dict.fromkeys([s.sequence_id for s in request.sequences], len(rows)))
-            rows.append(_summarize_request(scheduler, request, queue))
+            progress = {
+                "tenant": request.engine_request.tenant,
+                "queue": queue,
+                "sequences": len(request.sequences),
+                "tokens_done": sum([sequence.num_computed_tokens for sequence in request.sequences]),
+                "tokens_left": request.num_uncomputed_tokens,
+                "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
+                "max_tokens": request.engine_request.max_tokens * len(request.sequences),
+            }
+            rows.append(_summarize_request(scheduler, request) | progress)
     maps = [map_blocks(kv, request_of, tier=tier, cells=cells) for tier in TIERS]
     return {
         "num_steps": scheduler.stats().num_steps,
@@ -77,20 +86,13 @@ def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict
     }
 
 
-def _summarize_request(scheduler: Scheduler, request: Request, queue: str) -> dict[str, Any]:
+def _summarize_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "tenant": request.engine_request.tenant,
-        "queue": queue,
-        "sequences": len(request.sequences),
         "prompt_tokens": request.num_prompt_tokens,
-        "tokens_done": sum([sequence.num_computed_tokens for sequence in request.sequences]),
-        "tokens_left": request.num_uncomputed_tokens,
-        "tokens_generated": sum([s.num_tokens - s.num_prompt_tokens for s in request.sequences]),
-        "max_tokens": request.engine_request.max_tokens * len(request.sequences),
+        "preemptions": request.num_preemptions,
         "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
         "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
-        "preemptions": request.num_preemptions,
     }
 
 
@@ -111,13 +113,8 @@ def _queue(request: Request) -> str:
 
 
 def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
-    return {
-        "request_id": request.request_id,
-        "prompt_tokens": request.num_prompt_tokens,
+    return _summarize_request(scheduler, request) | {
         "priority": request.engine_request.priority,
-        "preemptions": request.num_preemptions,
-        "blocks": scheduler.kv.num_allocated_blocks(request.sequences),
-        "host_blocks": scheduler.kv.num_allocated_blocks(request.sequences, swapped=True),
         "sequences": [
             {
                 "sequence_id": sequence.sequence_id,
