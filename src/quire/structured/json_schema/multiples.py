@@ -1,7 +1,8 @@
 """Numbers that are multiples of others, or are not, as rules.
 
-Whole multiples of whole numbers are left to llguidance, whose regexes know remainders. The rest is an automaton that
-reads digits and keeps the remainder, as rules of single characters.
+Whole multiples of whole numbers are left to llguidance, whose regexes know remainders. Whether a number is a multiple
+of 1/n only depends on the digits behind its point, which a regex describes. The rest is an automaton that reads digits
+and keeps the remainder, as rules of single characters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema import regular
@@ -24,6 +26,8 @@ MAX_STATES = 4000
 _SAFE = 10**15
 _D = chars("0123456789")
 _SIGN = rep(text("-"), 0, 1)
+_NATURAL = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, None)))
+_SHORT = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, 14)))  # whole parts whose floats have fractions
 
 
 def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: bool, pointer: str) -> list[str]:
@@ -52,9 +56,7 @@ def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: boo
     elif whole:
         shape = replace(shape, whole=True)
     elif whole_as_floats and all(size.numerator == 1 for size in sizes):
-        # Floats from 2**53 on are whole, and so multiples of a half, a quarter and so on.
-        large = both(number_language(replace(shape, multiples=frozenset())), large_scientific())
-        found.append(builder.terminal(terminal(large, spelled=False), "number"))
+        return [builder.terminal(terminal(_unit_fractions(shape, where), spelled=False), "number")]
     return [*found, _Automaton(builder, shape, where, whole_as_floats).rule()]
 
 
@@ -126,6 +128,50 @@ def _whole_multiples(builder: GrammarBuilder, size: int, low: int | None, high: 
     return builder.rule(f"%json {json.dumps(schema)}", "multiple")
 
 
+def _unit_fractions(shape: NumberShape, where: str) -> Lang:
+    """Return the numbers of `shape`, whose `multiples` are of 1/n.
+
+    It is one language, as llguidance reads the longest lexeme: rules of single characters beside large numbers in
+    scientific notation would not be tried once such a number might have begun.
+    """
+    places, steps = _in_units(shape)
+    modulus = math.lcm(*(step for step, _ in steps))
+    if modulus > MAX_STATES // 8:
+        raise too_complex(where, "remainders of so large a number")
+
+    def accepts(remainder: int) -> bool:
+        return all((remainder % step == 0) == wanted for step, wanted in steps)
+
+    @cache
+    def rest(remainder: int, behind: int) -> Lang:
+        """Digits after `behind` ones of a fraction, which are `remainder` units."""
+        if behind == places:
+            return rep(text("0"), 0, None) if accepts(remainder) else EMPTY
+        unit = 10 ** (places - behind - 1)
+        targets: dict[Lang, str] = {}
+        for digit in _DIGITS:
+            after = rest((remainder + int(digit) * unit) % modulus, behind + 1)
+            targets[after] = targets.get(after, "") + digit
+        found = [cat(chars(digits), after) for after, digits in targets.items() if after != EMPTY]
+        return regular.alt(*found, *([text("")] if accepts(remainder) else []))
+
+    forms = cat(_SIGN, _SHORT, text("."), both(rest(0, 0), rep(_D, 1, None)))
+    plain = replace(shape, multiples=frozenset())
+    numbers = number_language(plain)
+    if not accepts(0):  # which whole numbers are no part of
+        return both(_unbounded(numbers), forms)
+    # Floats from 2**53 on are whole.
+    return regular.alt(
+        both(_unbounded(numbers), regular.alt(cat(_SIGN, _NATURAL), forms)), both(numbers, large_scientific())
+    )
+
+
+def _in_units(shape: NumberShape) -> tuple[int, list[tuple[int, bool]]]:
+    """Return the most digits behind the point of a multiple of `shape`, and its `multiples` in units of the last."""
+    places = max(exact(value).denominator.bit_length() - 1 for value, _ in shape.multiples)
+    return places, [(int(exact(value) * 10**places), wanted) for value, wanted in shape.multiples]
+
+
 State = tuple[int, int, int]
 _DIGITS = "0123456789"
 _BEFORE_POINT = -1
@@ -136,17 +182,14 @@ class _Automaton:
 
     def __init__(self, builder: GrammarBuilder, shape: NumberShape, where: str, whole_as_floats: bool) -> None:
         self.builder, self.where = builder, where
-        self.places = max(exact(value).denominator.bit_length() - 1 for value, _ in shape.multiples)
-        self.sizes = [(int(exact(value) * 10**self.places), wanted) for value, wanted in shape.multiples]
+        self.places, self.sizes = _in_units(shape)
         self.modulus = math.lcm(*(size for size, _ in self.sizes))
         if self.modulus > MAX_STATES // 8:
             raise too_complex(where, "remainders of so large a number")
-        natural = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, None)))
-        short = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, 14)))
-        forms = cat(_SIGN, natural)
+        forms = cat(_SIGN, _NATURAL)
         if whole_as_floats:
             behind = both(cat(rep(_D, 0, self.places), rep(text("0"), 0, None)), rep(_D, 1, None))
-            forms = regular.alt(forms, cat(_SIGN, short, text("."), behind))
+            forms = regular.alt(forms, cat(_SIGN, _SHORT, text("."), behind))
         plain = replace(shape, multiples=frozenset())
         if plain != NumberShape() and (plain != NumberShape(whole=True) or self.places):
             forms = both(_unbounded(number_language(plain, whole_as_floats=whole_as_floats)), forms)
