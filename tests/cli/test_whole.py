@@ -18,9 +18,8 @@ from tests.meta.source import ENVIRONMENT
 
 def test_generate_is_repeatable_and_streams_what_it_would_store(quire):
     words = ("generate", "--prompt", "The king said", "--temperature", "0", "--max-tokens", "12")
-    first, second = quire(*words), quire(*words)
+    first = quire(*words)
     assert first.code == 0, first.err
-    assert first.out == second.out
     (stored,) = [json.loads(line) for line in quire(*words, "--logprobs", "2").out.splitlines()]
     assert stored["outputs"][0]["text"] + "\n" == first.out
     assert stored["usage"]["completion_tokens"] == len(stored["outputs"][0]["logprobs"])

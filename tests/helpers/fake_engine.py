@@ -8,6 +8,7 @@ By default a request answers with letters and spaces that depend on its prompt a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from quire.errors import ConfigError, EngineDeadError, ErrorData, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
+from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.llm import LLM
 from quire.sampling_params import BeamSearchParams
 from quire.step import BeamOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
@@ -409,6 +411,17 @@ class FakeClient:
         self.engine.close()
 
 
+class _SharedCompiler(GrammarCompiler):
+    """One compiler for all fake engines, because its processes take half a second to start."""
+
+    def close(self) -> None:
+        """Stay open for the next engine."""
+
+
+GRAMMARS = _SharedCompiler()
+atexit.register(GrammarCompiler.close, GRAMMARS)
+
+
 def fake_async_llm(
     *,
     reply: Reply | None = None,
@@ -442,6 +455,7 @@ def fake_async_llm(
     )
     client = FakeClient(engine)
     llm = AsyncLLM(config, client=client, make_client=make_client, front_model=front, listeners=listeners, **options)
+    llm._grammars = GRAMMARS
     return llm, client
 
 
@@ -457,4 +471,6 @@ def fake_llm(
         max_num_seqs=options.get("max_num_seqs", 8),
         reply=reply or letters,
     )
-    return LLM.from_parts(config, engine, front), engine
+    llm = LLM.from_parts(config, engine, front)
+    llm._grammars = GRAMMARS
+    return llm, engine

@@ -52,7 +52,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_made(server: LiveServer) -
     server.do(server.fake_client.resume)
 
 
-@pytest.mark.parametrize(("path", "times"), [(COMPLETIONS, 120), (CHAT, 5)])
+@pytest.mark.parametrize(("path", "times"), [(COMPLETIONS, 30), (CHAT, 5)])
 def test_clients_that_go_away_in_their_streams(make_server: MakeServer, path: str, times: int) -> None:
     server = make_server(llm={"max_model_len": 100_000})
     sung = sing(server)

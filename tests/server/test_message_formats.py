@@ -179,7 +179,7 @@ def test_a_message_with_everything(served: tuple[Family, LiveServer]) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("step", [1, 3, 50])
+@pytest.mark.parametrize("step", [1, 7])
 def test_streams_add_up_to_the_message(served: tuple[Family, LiveServer], step: int) -> None:
     family, live = served
     options = {"n": 2, "logprobs": True}
@@ -193,7 +193,7 @@ def test_truncated_messages_end_with_length_in_both(served: tuple[Family, LiveSe
     family, live = served
     assert live.llm.tokenizer is not None
     size = len(live.llm.tokenizer.encode(family.text, add_special_tokens=False))
-    for most in range(1, size + 1, 11):
+    for most in range(1, size + 1, 23):
         whole = choices(ask(live, family.text, max_tokens=most))
         streamed = choices(ask(live, family.text, 3, max_tokens=most, stream=True))
         assert streamed == whole

@@ -130,7 +130,6 @@ async def respond(client: httpx.AsyncClient, rng: random.Random) -> None:
 async def storm(live: LiveServer, engines: Engines, seed: int, num_deaths: int) -> None:
     """Let all clients loose, and kill engines meanwhile."""
     rng = random.Random(seed)
-    ended = asyncio.Event()
 
     async def one(number: int) -> None:
         own = random.Random(f"{seed} {number}")
@@ -138,20 +137,20 @@ async def storm(live: LiveServer, engines: Engines, seed: int, num_deaths: int) 
         async with httpx.AsyncClient(
             base_url=live.url, headers=headers, timeout=30, trust_env=False, verify=False
         ) as client:
-            for _ in range(NUM_REQUESTS):
+            count = 0
+            while count < NUM_REQUESTS or not killer.done():
                 await ask(client, own)
+                count += 1
 
     async def kill() -> None:
-        for _ in range(num_deaths):
-            if ended.is_set():
-                break
+        for number in range(num_deaths):
             await asyncio.sleep(rng.uniform(0.01, 0.06))
             latest = engines.clients[-1] if engines.clients else live.fake_client
             await asyncio.to_thread(live.do, partial(latest.die, suspects=["nobody"]))
+            await asyncio.to_thread(live.wait_until, lambda: len(engines.clients) > number)  # noqa: B023
 
     killer = asyncio.create_task(kill())
     await asyncio.gather(*[one(number) for number in range(NUM_CLIENTS)])
-    ended.set()
     await killer
 
 

@@ -25,7 +25,7 @@ SECONDS = 120  # they take one or two, on a machine with nothing else to do
 AT_A_TIME = 2
 REFUSED = [row for row in ROWS if row.words]
 SERVED = [row for row in ROWS if not row.words]
-QUICK = ("H1", "H4", "H5", "H11", "H13a", "H19")  # one for each place that refuses: two processes take seconds
+QUICK = ("H1", "H11", "H19")  # refused before anything starts, in the engine, in the front; two processes take seconds
 Done = subprocess.CompletedProcess[str]
 
 
