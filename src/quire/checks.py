@@ -220,6 +220,11 @@ class Fields:
         """Return the fields of an object within this one, at a place that is named in full."""
         return Fields(value, where, ignore_unknown=self._ignore_unknown)
 
+    def parts(self, name: str, expected: str = "a list", *, most: int | None = None) -> Iterator[Fields]:
+        """Yield the objects of a list field, none if it is absent; arguments as for `list_items`."""
+        for where, item in list_items(self.get(name, []), self.place(name), expected, most=most):
+            yield self.part(item, where)
+
     def object(self, name: str, known: Collection[str] | None = None) -> Fields:
         """Return a field that is an object and must be there, with no other fields than `known`."""
         fields = self.part(self.required(name), self.place(name))

@@ -58,10 +58,9 @@ class ChatCompletion(Generation):
 
     def __init__(self, context: ModelContext, body: ChatCompletionRequest, prefix: str = "chatcmpl") -> None:
         super().__init__(context, body, prefix)
-        ignore_unknown = context.ignore_unknown
-        self.messages = check_messages(body.messages, ignore_unknown=ignore_unknown)
+        self.messages = check_messages(body.fields)
         self.tools = requested_tools(
-            body.tools, body.tool_choice, body.parallel_tool_calls, ignore_unknown=ignore_unknown
+            body.tools, body.tool_choice, body.parallel_tool_calls, ignore_unknown=body.ignore_unknown
         )
         self.template_arguments = template_arguments(context, body, self.messages, self.tools.shown)
         check_stream_fields(body)

@@ -130,11 +130,6 @@ class ModelContext:
         return self.model.config
 
     @property
-    def ignore_unknown(self) -> bool:
-        """Whether unknown request fields are dropped instead of refused."""
-        return self.config.server.ignore_unknown_fields
-
-    @property
     def key_digest(self) -> bytes | None:
         """Digest of the API key that the request was sent with."""
         return self.state.get("key_digest")

@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 32768
 
 
 class Gate:
-    """Wraps an app. `context` is the same that its routes use."""
+    """Wraps an app; `context` is the one that its routes use."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
@@ -76,7 +76,7 @@ class Gate:
             context.note_rejection("shutting_down")
             raise shutting_down(close=True)
         await context.models.check_health()
-        if context.models.loading:
+        if context.models.starting:
             context.note_rejection("loading")
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True

@@ -191,7 +191,7 @@ class Generation(EngineJob, ABC):
         super().__init__(context, body, f"{prefix}-{body.request_id or uuid.uuid4().hex}")
         self.n = 1
         refuse_unless_generating(context)
-        self.structured_output = structured_output(body, ignore_unknown=context.ignore_unknown)
+        self.structured_output = structured_output(body)
         self._alarm: asyncio.TimerHandle | None = None
         self._expired = False
         self._num_entries = 0

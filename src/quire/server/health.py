@@ -31,7 +31,7 @@ def readiness(context: ServerContext) -> str:
         return "draining"
     if context.models.fatal:
         return "dead"
-    if context.models.loading:
+    if context.models.starting:
         return "loading"
     llms = [model.llm for model in context.models.models]
     if any(llm.recovering for llm in llms):

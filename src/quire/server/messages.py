@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from quire.checks import Fields, Refused, check_not_empty, list_items, missing, wrong_value
+from quire.checks import Fields, Refused, check_not_empty, list_items, missing, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 
@@ -25,20 +25,20 @@ REFUSED: Refused = {"function_call": (), "audio": (), "annotations": ([],)}
 T = TypeVar("T")
 
 
-def check_messages(messages: Any, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
-    """Return the conversation for the template: texts, and roles it knows.
-
-    Args:
-        ignore_unknown: whether unknown fields are dropped instead of refused.
+def check_messages(body: Fields) -> list[dict[str, Any]]:
+    """Return the conversation in `messages` for the template: texts, and roles it knows.
 
     Raises:
         RequestError: naming the place.
     """
+    messages = body.given["messages"]
+    if messages is None:
+        raise wrong_type("messages", "a list of objects", messages)
     check_not_empty(messages, "messages")
     calls: set[str] = set()  # ids of all tool calls so far
     checked = []
-    for where, message in list_items(messages, "messages", "a list of objects"):
-        checked.append(_check_message(Fields(message, where, ignore_unknown=ignore_unknown), calls))
+    for message in body.parts("messages", "a list of objects"):
+        checked.append(_check_message(message, calls))
         calls |= {call["id"] for call in checked[-1].get("tool_calls", ())}
     return checked
 
@@ -116,10 +116,7 @@ def _check_answered(message: Fields, calls: set[str]) -> str:
 
 def _check_calls(message: Fields) -> list[dict[str, Any]]:
     where = message.place("tool_calls")
-    calls = [
-        _check_call(message.part(call, place))
-        for place, call in list_items(message.get("tool_calls"), where, most=MAX_CALLS)
-    ]
+    calls = [_check_call(call) for call in message.parts("tool_calls", most=MAX_CALLS)]
     ids = [call["id"] for call in calls]
     for index, call_id in enumerate(ids):
         if call_id in ids[:index]:

@@ -94,7 +94,7 @@ class ModelPool:
         )
 
     @property
-    def loading(self) -> bool:
+    def starting(self) -> bool:
         """Whether a model that is loaded at start has never been ready so far."""
         return any(model.at_start and not model.was_ready for model in self.models)
 

@@ -234,9 +234,11 @@ def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = 
         elif not ignore_unknown:
             raise unknown_field(name, [*model.model_fields, *model.refused])
     try:
-        return model.model_validate(known)
+        body = model.model_validate(known)
     except ValidationError as error:
         raise _request_error(error.errors(include_url=False, include_context=True)[0]) from None
+    body._ignore_unknown = ignore_unknown
+    return body
 
 
 # Name of a parameter of the query -> the part of JSON schema that describes it.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
-from quire.checks import Refused
+from quire.checks import Fields, Refused
 from quire.sampling_params import OPTIONS, SamplingParams
 from quire.sampling_params import REFUSED as REFUSED_OPTIONS
 
@@ -72,10 +72,21 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     refused: ClassVar[Refused] = {}
     not_null: ClassVar[frozenset[str]] = frozenset()
+    _ignore_unknown: bool = PrivateAttr(default=False)
+
+    @property
+    def ignore_unknown(self) -> bool:
+        """Whether unknown fields, also of objects within the body, are dropped instead of refused."""
+        return self._ignore_unknown
+
+    @property
+    def fields(self) -> Fields:
+        """The fields, to check what is within them."""
+        return Fields(dict(self), "", ignore_unknown=self._ignore_unknown)
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

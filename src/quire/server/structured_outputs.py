@@ -49,7 +49,7 @@ class StructuredOutput:
             self.params = check_structured_outputs("structured_outputs", fields)
 
 
-def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) -> StructuredOutput | None:
+def structured_output(body: GenerationRequest) -> StructuredOutput | None:
     """Return the structured output of a request, None for any text.
 
     Raises:
@@ -61,7 +61,7 @@ def structured_output(body: GenerationRequest, *, ignore_unknown: bool = False) 
         options, params = params, None  # options of `response_format`
     requested: dict[str, Callable[[], StructuredOutput | None]] = {}
     if body.response_format is not None:
-        requested["response_format"] = lambda: _response_format(body.response_format, options, ignore_unknown)
+        requested["response_format"] = lambda: _response_format(body.fields.object("response_format"), options)
     if params is not None:
         requested["structured_outputs"] = lambda: StructuredOutput(params)
     for kind in GUIDED:
@@ -91,8 +91,7 @@ def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:
     return StructuredOutput(fields, kind, name)
 
 
-def _response_format(value: Any, options: Mapping[str, Any], ignore_unknown: bool) -> StructuredOutput | None:
-    form = Fields(value, "response_format", ignore_unknown=ignore_unknown)
+def _response_format(form: Fields, options: Mapping[str, Any]) -> StructuredOutput | None:
     kind = form.choice("type", RESPONSE_FORMATS)
     known = ("type", *RESPONSE_FORMATS[kind])
     form.only(known)

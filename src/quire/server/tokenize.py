@@ -39,10 +39,8 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None and body.prompt is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
     if body.messages is not None:
-        messages = await process_body(
-            request, lambda: check_messages(body.messages, ignore_unknown=context.ignore_unknown)
-        )
-        tools = requested_tools(body.tools, None, True, ignore_unknown=context.ignore_unknown)
+        messages = await process_body(request, lambda: check_messages(body.fields))
+        tools = requested_tools(body.tools, None, True, ignore_unknown=body.ignore_unknown)
         tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
         check_template(llm.front_model, body, tools, answered=False)
         if body.add_special_tokens:

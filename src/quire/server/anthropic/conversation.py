@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.checks import Fields, Refused, check_not_empty, list_items, wrong_value
+from quire.checks import Fields, Refused, check_not_empty, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.messages import read_content, text_type
@@ -37,17 +37,25 @@ ERROR_MARK = "Error: "
 
 
 class Conversation:
-    """Builds the messages of a chat.
+    """The messages of a chat, made of a body's `system` and `messages`.
 
     Attributes:
-        messages: so far. places: the field or message that each came from.
+        messages: of the chat. places: the field or message that each came from.
+
+    Raises:
+        RequestError: naming the place.
     """
 
-    def __init__(self, ignore_unknown: bool = False) -> None:
+    def __init__(self, body: Fields) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
-        self._ignore_unknown = ignore_unknown
         self._calls: set[str] = set()
+        if "system" in body:
+            self._add_content("system", body, "system")
+        check_not_empty(body.get("messages"), "messages")
+        for message in body.parts("messages", "a list of objects", most=MAX_MESSAGES):
+            role = message.only(("role", "content")).choice("role", ROLES)
+            self._add_content(role, message, "content")
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the chat: messages, and whether its last one is continued."""
@@ -61,26 +69,13 @@ class Conversation:
             fields["continue_final_message"] = True
         return fields
 
-    def add_system(self, content: Any) -> None:
-        """Add the field `system`."""
-        if content is not None:
-            self._add_content("system", content, "system")
-
-    def add_all(self, messages: Any) -> None:
-        """Add the field `messages`. Raises `RequestError` naming the place."""
-        check_not_empty(messages, "messages")
-        for where, item in list_items(messages, "messages", "a list of objects", most=MAX_MESSAGES):
-            message = Fields(item, where, ignore_unknown=self._ignore_unknown).only(("role", "content"))
-            role = message.choice("role", ROLES)
-            self._add_content(role, message.required("content"), message.place("content"))
-
-    def _add_content(self, role: str, content: Any, where: str) -> None:
+    def _add_content(self, role: str, message: Fields, field: str) -> None:
+        content, where = message.required(field), message.place(field)
         if isinstance(content, str):
             self._last_of(role, where)["content"].append({"type": "text", "text": content})
             return
         check_not_empty(content, where)
-        for place, item in list_items(content, where, "a string or a list of blocks"):
-            block = Fields(item, place, ignore_unknown=self._ignore_unknown)
+        for block in message.parts(field, "a string or a list of blocks"):
             kind = _check_block(block)
             if kind not in ALLOWED[role]:
                 allowed = f"one of {', '.join(ALLOWED[role])} in a message of the role {role}"

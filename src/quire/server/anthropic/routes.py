@@ -17,7 +17,7 @@ from quire.server.anthropic.translate import (
     translate,
 )
 from quire.server.chat import ChatCompletion
-from quire.server.context import ModelContext, context_of, model_context
+from quire.server.context import ModelContext, model_context
 from quire.server.dialects import respond
 from quire.server.json_io import json_response
 from quire.server.parsing import parse_request, process_body, validate
@@ -34,7 +34,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     body, context, translation = await _translated(request, MessagesRequest)
     with translation.names.translating():
-        chat = await process_body(request, lambda: _chat(context, translation))
+        chat = await process_body(request, lambda: _chat(context, body, translation))
         await chat.start()
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
     stream_type = EventStream if body.stream else None
@@ -44,27 +44,25 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of such a message has."""
-    _, context, translation = await _translated(request, CountTokensRequest)
+    body, context, translation = await _translated(request, CountTokensRequest)
     with translation.names.translating():
-        chat = await process_body(request, lambda: _chat(context, translation))
+        chat = await process_body(request, lambda: _chat(context, body, translation))
         token_ids = await chat.render()
     answer = {"input_tokens": len(token_ids)}
     return json_response(answer, headers=_headers(request))
 
 
 async def _translated(request: Request, model: type[R]) -> tuple[R, ModelContext, Translation]:
-    server = context_of(request).config.server
     body = await parse_request(request, model)
     context = await model_context(request, body.model)
     front = context.llm.front_model
-    translation = await process_body(
-        request, lambda: translate(body, front, ignore_unknown=server.ignore_unknown_fields)
-    )
+    translation = await process_body(request, lambda: translate(body, front))
     return body, context, translation
 
 
-def _chat(context: ModelContext, translation: Translation) -> ChatCompletion:
-    return ChatCompletion(context, validate(ChatCompletionRequest, translation.fields), "msg")
+def _chat(context: ModelContext, body: ConversationRequest, translation: Translation) -> ChatCompletion:
+    chat_body = validate(ChatCompletionRequest, translation.fields, ignore_unknown=body.ignore_unknown)
+    return ChatCompletion(context, chat_body, "msg")
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import SkipValidation
 
-from quire.checks import INT64_MAX, Fields, Refused, check_int, check_length, list_items, wrong_type
+from quire.checks import INT64_MAX, Fields, Refused, check_int, check_length, wrong_type
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
@@ -56,7 +56,7 @@ class Translation:
     """A request translated to a chat.
 
     Attributes:
-        fields: of `ChatCompletionRequest`. names: for errors about it.
+        fields: of the `ChatCompletionRequest`. names: for errors about it.
         shows_thinking: whether the response has the text of reasoning.
     """
 
@@ -65,33 +65,31 @@ class Translation:
     shows_thinking: bool
 
 
-def translate(body: ConversationRequest, front: FrontModel, *, ignore_unknown: bool = False) -> Translation:
+def translate(body: ConversationRequest, front: FrontModel) -> Translation:
     """Return the chat for a request.
 
     Args:
-        front: of the model. ignore_unknown: whether unknown fields are dropped instead of refused.
+        front: of the model.
 
     Raises:
         RequestError: naming the field.
     """
-    check_cache_control(Fields({"cache_control": body.cache_control}, ""))
-    conversation = Conversation(ignore_unknown)
-    conversation.add_system(body.system)
-    conversation.add_all(body.messages)
+    check_cache_control(body.fields)
+    conversation = Conversation(body.fields)
     thinking, shows_thinking = _thinking(body, front)
     fields: dict[str, Any] = {
         "model": body.model,
         **conversation.fields(),
-        **_tools(body, ignore_unknown),
-        **_output(body.output_config, front, thinking, ignore_unknown),
+        **_tools(body),
+        **_output(body, front, thinking),
         **thinking,
     }
     if isinstance(body, MessagesRequest):
-        fields |= _generation(body, thinking, ignore_unknown)
+        fields |= _generation(body, thinking)
     return Translation(fields, FieldNames(FIELDS, conversation.places), shows_thinking)
 
 
-def _generation(body: MessagesRequest, thinking: Mapping[str, Any], ignore_unknown: bool) -> dict[str, Any]:
+def _generation(body: MessagesRequest, thinking: Mapping[str, Any]) -> dict[str, Any]:
     most = check_int("max_tokens", body.max_tokens, 1, INT64_MAX)
     budget = thinking.get("thinking_token_budget", 0)
     if budget >= most:
@@ -109,7 +107,7 @@ def _generation(body: MessagesRequest, thinking: Mapping[str, Any], ignore_unkno
     if body.top_k is not None:
         check_int("top_k", body.top_k, 0, INT64_MAX)
     if body.metadata is not None:
-        metadata = Fields(body.metadata, "metadata", ignore_unknown=ignore_unknown).only(["user_id"])
+        metadata = body.fields.object("metadata", ["user_id"])
         if "user_id" in metadata:
             fields["user"] = _user(metadata)
     return fields
@@ -122,9 +120,8 @@ def _user(metadata: Fields) -> str:
     return hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()  # any digest tells users apart
 
 
-def _tools(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
-    given = [] if body.tools is None else body.tools
-    tools = [_tool(Fields(tool, where, ignore_unknown=ignore_unknown)) for where, tool in list_items(given, "tools")]
+def _tools(body: ConversationRequest) -> dict[str, Any]:
+    tools = [_tool(tool) for tool in body.fields.parts("tools")]
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
         choice = Fields(body.tool_choice, "tool_choice").only(("type", "name", "disable_parallel_tool_use"))
@@ -187,10 +184,10 @@ def _thinking(body: ConversationRequest, front: FrontModel) -> tuple[dict[str, A
     return {**fields, **thinking_fields(front, kind != "disabled", where)}, shown
 
 
-def _output(given: Any, front: FrontModel, thinking: Mapping[str, Any], ignore_unknown: bool) -> dict[str, Any]:
-    if given is None:
+def _output(body: ConversationRequest, front: FrontModel, thinking: Mapping[str, Any]) -> dict[str, Any]:
+    if body.output_config is None:
         return {}
-    output = Fields(given, "output_config", ignore_unknown=ignore_unknown).only(("effort", "format"))
+    output = body.fields.object("output_config", ("effort", "format"))
     fields: dict[str, Any] = {}
     if "effort" in output:
         effort = output.choice("effort", EFFORTS)

@@ -38,7 +38,7 @@ class Clock:
         self.load_seconds = 0.0
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
+    def time_load(self) -> Iterator[None]:
         """Time the block as loading of the model."""
         begin = time.perf_counter()
         yield

@@ -68,7 +68,7 @@ async def _answer(
 ) -> Response:
     clock = Clock()
     check_keep_alive(body.keep_alive)
-    with clock.loading():
+    with clock.time_load():
         context = await named_model(request, body.model)
     cut = {"truncate_prompt_tokens": -1} if truncate else {}
     inner = validate(EmbeddingRequest, {"model": body.model, **fields, **cut})

@@ -46,7 +46,7 @@ async def chat(request: Request) -> Response:
     clock = Clock()
     body = await parse_request(request, ChatRequest)
     check_keep_alive(body.keep_alive)
-    with clock.loading():
+    with clock.time_load():
         context = await named_model(request, body.model)
     if not body.messages and body.messages in (None, []):
         return json_response(loaded(context.name, in_message=True))
@@ -59,7 +59,7 @@ async def generate(request: Request) -> Response:
     clock = Clock()
     body = await parse_request(request, GenerateRequest)
     check_keep_alive(body.keep_alive)
-    with clock.loading():
+    with clock.time_load():
         context = await named_model(request, body.model)
     if not body.prompt:
         return json_response(loaded(context.name, in_message=False))
@@ -67,8 +67,8 @@ async def generate(request: Request) -> Response:
         return await _chat(request, context, body, clock)
     names = field_names()
     with names.translating():
-        fields = completion_fields(body, context.llm.max_model_len, context.ignore_unknown)
-        completion = Completion(context, validate(CompletionRequest, fields))
+        fields = completion_fields(body, context.llm.max_model_len)
+        completion = Completion(context, validate(CompletionRequest, fields, ignore_unknown=body.ignore_unknown))
         await completion.start()
     answer = Answer(completion, clock, in_message=False)
     return await respond(request, answer, names, LineStream if body.stream else None)
@@ -83,8 +83,8 @@ async def _chat(request: Request, context: ModelContext, body: ChatRequest | Gen
     )
 
     def make() -> ChatCompletion:
-        fields = chat_fields(body, context.llm.front_model, context.llm.max_model_len, context.ignore_unknown)
-        return ChatCompletion(context, validate(ChatCompletionRequest, fields))
+        fields = chat_fields(body, context.llm.front_model, context.llm.max_model_len)
+        return ChatCompletion(context, validate(ChatCompletionRequest, fields, ignore_unknown=body.ignore_unknown))
 
     with names.translating():
         chat = await process_body(request, make)

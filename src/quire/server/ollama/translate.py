@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import SkipValidation
 
-from quire.checks import INT64_MAX, Fields, Refused, check_int, list_items, wrong_value
+from quire.checks import INT64_MAX, Fields, Refused, check_int, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.frontend.tools import check_name
@@ -51,19 +51,16 @@ def field_names(places: Sequence[str] = ()) -> FieldNames:
     return FieldNames({**FIELDS, "messages": "prompt"} if places else FIELDS, places)
 
 
-def chat_fields(
-    body: ChatRequest | GenerateRequest, front: FrontModel, max_model_len: int, ignore_unknown: bool
-) -> dict[str, Any]:
+def chat_fields(body: ChatRequest | GenerateRequest, front: FrontModel, max_model_len: int) -> dict[str, Any]:
     """Return the fields of the chat for a request; messages keep their order.
 
     Raises:
         RequestError: naming the field.
     """
-    fields: dict[str, Any] = {"model": body.model, "stream": True, **_options(body, max_model_len, ignore_unknown)}
+    fields: dict[str, Any] = {"model": body.model, "stream": True, **_options(body, max_model_len)}
     if isinstance(body, ChatRequest):
         build = _Messages().message
-        given = list_items(body.messages, "messages", "a list of objects")
-        fields["messages"] = [build(Fields(item, where, ignore_unknown=ignore_unknown)) for where, item in given]
+        fields["messages"] = [build(message) for message in body.fields.parts("messages", "a list of objects")]
         if body.tools is not None and body.tools != []:
             fields["tools"] = body.tools
         if fields["messages"][-1]["role"] == "assistant":
@@ -74,14 +71,14 @@ def chat_fields(
     return {**fields, **_format(body.format), **_think(body.think, front)}
 
 
-def completion_fields(body: GenerateRequest, max_model_len: int, ignore_unknown: bool) -> dict[str, Any]:
+def completion_fields(body: GenerateRequest, max_model_len: int) -> dict[str, Any]:
     """Return the fields of the completion that a prompt without a template (`raw`) is. Raises `RequestError`."""
     if body.system:
         raise RequestError("system has no place in a prompt that is taken as it is (raw)", param="system")
     if body.think is not None:
         raise RequestError("think has no place in a prompt that is taken as it is (raw)", param="think")
     fields = {"model": body.model, "prompt": body.prompt, "stream": True, "max_tokens": max_model_len}
-    return {**fields, **_options(body, max_model_len, ignore_unknown), **_format(body.format)}
+    return {**fields, **_options(body, max_model_len), **_format(body.format)}
 
 
 def check_keep_alive(value: Any) -> None:
@@ -102,10 +99,10 @@ def check_keep_alive(value: Any) -> None:
         )
 
 
-def _options(body: AnswerRequest, max_model_len: int, ignore_unknown: bool) -> dict[str, Any]:
+def _options(body: AnswerRequest, max_model_len: int) -> dict[str, Any]:
     """Return the sampling fields for `options`."""
     given = {} if body.options is None else body.options
-    options = Fields(given, "options", ignore_unknown=ignore_unknown).only((*SAMPLING, *LIMITS), REFUSED_OPTIONS)
+    options = body.fields.part(given, "options").only((*SAMPLING, *LIMITS), REFUSED_OPTIONS)
     fields = {field: options.get(name) for name, field in SAMPLING.items() if name in options}
     if fields.get("mirostat") == 0 and type(fields["mirostat"]) is int:
         del fields["mirostat"]
@@ -165,8 +162,7 @@ class _Messages:
         thinking = message.string("thinking", "")
         if thinking:
             made["reasoning"] = thinking
-        given = list_items(message.get("tool_calls", []), message.place("tool_calls"))
-        calls = [self._call(message.part(call, where)) for where, call in given]
+        calls = [self._call(call) for call in message.parts("tool_calls")]
         if calls:
             made["tool_calls"] = calls
             if not made["content"]:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from quire.checks import Fields, Refused, check_length, list_items, missing, wrong_value
+from quire.checks import Fields, Refused, check_length, missing, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.tools import check_name
 from quire.server.messages import read_content, text_type
@@ -50,20 +50,20 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def check_input(value: Any, find: FindItem, *, ignore_unknown: bool = False) -> list[Item]:
-    """Return the items of a request.
+def check_input(body: Fields, find: FindItem) -> list[Item]:
+    """Return the items of a request's `input`.
 
     Args:
-        find: returns the stored item of an id. ignore_unknown: whether unknown fields are left out instead of refused.
+        find: returns the stored item of an id.
 
     Raises:
         RequestError: naming the place. NotFoundError: there is no item of an id.
     """
+    value = body.get("input")
     if isinstance(value, str):
         content = [{"type": "input_text", "text": value}]
         return [{"id": new_id("msg"), "type": "message", "status": "completed", "role": "user", "content": content}]
-    items = list_items(value, "input", "a string or a list of items", most=MAX_ITEMS)
-    return [_item(Fields(item, where, ignore_unknown=ignore_unknown), find) for where, item in items]
+    return [_item(item, find) for item in body.parts("input", "a string or a list of items", most=MAX_ITEMS)]
 
 
 def _item(item: Fields, find: FindItem) -> Item:
@@ -166,8 +166,8 @@ def _reasoning(item: Fields) -> Item:
 
 def _texts(item: Fields, field: str, kind: str) -> list[dict[str, str]]:
     texts = []
-    for place, value in list_items(item.get(field, []), item.place(field)):
-        part = item.part(value, place).only(("type", "text"))
+    for part in item.parts(field):
+        part.only(("type", "text"))
         part.choice("type", (kind,), kind, expected=kind)
         texts.append({"type": kind, "text": part.string("text")})
     return texts

@@ -52,13 +52,13 @@ class _Part(BaseModel):
 
 
 class ResponseStreamOptions(_Part):
-    """What the events of a stream have besides."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = None
 
 
 class Reasoning(_Part):
-    """How much a model thinks. Nothing sums it up: a summary, if there is one ("auto"), is always empty."""
+    """Options of reasoning. No summary of it is made: one that is asked for ("auto") is empty."""
 
     effort: ReasoningEffort | None = None
     summary: SkipValidation[Literal["auto"] | None] = None
@@ -68,14 +68,14 @@ class Reasoning(_Part):
 
 
 class TextOptions(_Part):
-    """What the text looks like."""
+    """The format of the text."""
 
     format: SkipValidation[dict[str, Any] | None] = None
     verbosity: SkipValidation[Literal["medium"] | None] = None
 
 
 class ConversationRequest(RequestModel):
-    """What a response is made of, or tokens are counted of: a conversation, tools, and the form of the answer."""
+    """Fields of requests that make a response, or count the tokens of its prompt."""
 
     input: SkipValidation[str | list[dict[str, Any]] | None] = None
     instructions: str | None = None

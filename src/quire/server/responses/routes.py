@@ -79,9 +79,7 @@ async def create_response(request: Request) -> Response:
         )
     earlier, items, messages, size = await _conversation(request, body)
     with NAMES.translating():
-        chat_body = await process_body(
-            request, lambda: chat_request(body, messages, ignore_unknown=_ignores_unknown(request))
-        )
+        chat_body = await process_body(request, lambda: chat_request(body, messages))
         context = await model_context(request, body.model)
         response_id = new_id("resp")
         chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
@@ -112,10 +110,6 @@ def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) 
     return chat
 
 
-def _ignores_unknown(request: Request) -> bool:
-    return context_of(request).config.server.ignore_unknown_fields
-
-
 async def _conversation(
     request: Request, body: ConversationRequest
 ) -> tuple[list[Item], list[Item], list[Message], int]:
@@ -133,7 +127,7 @@ async def _conversation(
 
     def read() -> tuple[list[Item], list[Item], list[Message], int]:
         earlier = [] if previous is None else previous.conversation
-        items = check_input(given, found.get, ignore_unknown=_ignores_unknown(request))
+        items = check_input(body.fields, found.get)
         size = text_size(items) + (0 if previous is None else previous.size)
         return earlier, items, as_messages(body.instructions, earlier, items), size
 
@@ -180,7 +174,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 
 @router.delete(PREFIX + "/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     read_query(request, {})
     store = _store(request)
     store.delete(store.get(_owner(request), response_id))
@@ -232,7 +226,7 @@ async def count_input_tokens(request: Request) -> Response:
     body = await parse_request(request, InputTokensRequest)
     _, _, messages, _ = await _conversation(request, body)
     with NAMES.translating():
-        chat_body = counted_request(body, messages, ignore_unknown=_ignores_unknown(request))
+        chat_body = counted_request(body, messages)
         context = await model_context(request, body.model)
         chat = ChatCompletion(context, without_default_effort(chat_body, context.llm.front_model), "count")
         token_ids = await chat.render()
@@ -241,7 +235,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 @router.post(PREFIX + "/compact", include_in_schema=False)
 async def compact(request: Request) -> Response:
-    """Refuse: nothing here makes a conversation shorter but `truncation`."""
+    """Refuse: only `truncation` shortens conversations."""
     raise UnsupportedError(
         "compaction is not supported by this server; truncation auto drops the first turns",
         code="unsupported_operation",

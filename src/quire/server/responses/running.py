@@ -79,7 +79,7 @@ async def _fits(chat: ChatCompletion, most: int) -> bool:
 
 
 class ResponseRun(DialectAnswer):
-    """One response on its way.
+    """One running response.
 
     Args:
         chat: started. stored: holds the same response object. store: None if it is not stored.
@@ -302,7 +302,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return the token counts; nothing is written to a cache that is not written anyway."""
+    """Return the token counts. No cache writes are counted: every prompt is cached, without being asked."""
     counts = usage.as_json()
     reasoning = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {

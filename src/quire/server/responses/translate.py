@@ -55,12 +55,10 @@ NAMES = FieldNames(
 )
 
 
-def chat_request(
-    body: ResponseRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
-) -> ChatCompletionRequest:
+def chat_request(body: ResponseRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
     """Return the chat completion that a response is. Raises `RequestError` naming a field of either."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
-    fields |= _conversation_fields(body, ignore_unknown)
+    fields |= _conversation_fields(body)
     fields["stream"] = body.stream or body.background  # so that lookups see its progress
     alternatives = _alternatives(body)
     if alternatives is not None:
@@ -77,15 +75,15 @@ def chat_request(
             "background needs store to be true: it is the only way to retrieve the response", param="background"
         )
     _check_metadata(body.metadata)
-    return validate(ChatCompletionRequest, {"model": body.model, "messages": [*messages], **fields})
+    fields |= {"model": body.model, "messages": [*messages]}
+    return validate(ChatCompletionRequest, fields, ignore_unknown=body.ignore_unknown)
 
 
-def counted_request(
-    body: ConversationRequest, messages: Sequence[Message], *, ignore_unknown: bool = False
-) -> ChatCompletionRequest:
+def counted_request(body: ConversationRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
     """Return the chat completion that has the prompt to count."""
-    fields = {"parallel_tool_calls": body.parallel_tool_calls, **_conversation_fields(body, ignore_unknown)}
-    return validate(ChatCompletionRequest, {"model": "", "messages": [*messages], **fields})
+    fields = {"parallel_tool_calls": body.parallel_tool_calls, **_conversation_fields(body)}
+    fields |= {"model": "", "messages": [*messages]}
+    return validate(ChatCompletionRequest, fields, ignore_unknown=body.ignore_unknown)
 
 
 def without_default_effort(chat: ChatCompletionRequest, front: FrontModel) -> ChatCompletionRequest:
@@ -95,7 +93,7 @@ def without_default_effort(chat: ChatCompletionRequest, front: FrontModel) -> Ch
     return chat if front.template().reads("reasoning_effort") else chat.model_copy(update={"reasoning_effort": None})
 
 
-def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dict[str, Any]:
+def _conversation_fields(body: ConversationRequest) -> dict[str, Any]:
     """Return effort, tools, which of them to call, and the form of the text."""
     fields: dict[str, Any] = {}
     if body.reasoning is not None:
@@ -104,11 +102,9 @@ def _conversation_fields(body: ConversationRequest, ignore_unknown: bool) -> dic
     if body.text is not None:
         Fields(dict(body.text), "text").only(("format",), {"verbosity": ("medium",)})
         if body.text.format is not None:
-            form = Fields(body.text.format, "text.format", ignore_unknown=ignore_unknown)
-            fields["response_format"] = _response_format(form)
+            fields["response_format"] = _response_format(body.fields.part(body.text.format, "text.format"))
     if body.tools is not None and body.tools != []:
-        tools = list_items(body.tools, "tools")
-        fields["tools"] = [_tool(Fields(tool, where, ignore_unknown=ignore_unknown)) for where, tool in tools]
+        fields["tools"] = [_tool(tool) for tool in body.fields.parts("tools")]
         fields["tool_choice"] = _tool_choice(body.tool_choice, custom_names(body.tools))
     elif body.tool_choice not in (None, "auto", "none"):
         fields["tool_choice"] = _tool_choice(body.tool_choice, frozenset())
@@ -145,8 +141,7 @@ def _tool_choice(given: Any, custom: Collection[str]) -> Any:
         case "allowed_tools":
             tools = choice.only(("type", "mode", "tools")).get("tools")
             if isinstance(tools, list):
-                places = list_items(tools, choice.place("tools"))
-                tools = [_chosen(choice.part(tool, where), custom) for where, tool in places]
+                tools = [_chosen(tool, custom) for tool in choice.parts("tools")]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
         case str() as kind:
             message = f"{place}: tools of the type {echo(kind)} are not supported by this server"
@@ -156,7 +151,7 @@ def _tool_choice(given: Any, custom: Collection[str]) -> Any:
 
 
 def _chosen(tool: Fields, custom: Collection[str]) -> dict[str, Any]:
-    """Return a tool that is named. Whether there is one of this name is checked later, and of this type here."""
+    """Return the named tool. Its type is checked here; whether it exists is checked later."""
     tool.only(("type", "name"))
     kind, name = tool.choice("type", ("function", CUSTOM), "function", expected="function or custom"), tool.get("name")
     if isinstance(name, str) and (name in custom) != (kind == CUSTOM):
