@@ -291,8 +291,8 @@ def to_array(backend: Backend, tensor: Any) -> Array:
     return flat.numpy() if backend.name == "cpu" else flat
 
 
-def replacement(module: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a module without parameters that computes `function`, to replace `module`."""
+def replacement(function: Callable[[Any], Any]) -> Any:
+    """Return a module without parameters that computes `function`."""
     import torch
 
     class Packed(torch.nn.Module):
@@ -300,9 +300,6 @@ def replacement(module: Any, function: Callable[[Any], Any]) -> Any:
 
         def forward(self, x: Any) -> Any:
             return function(x)
-
-        def extra_repr(self) -> str:
-            return f"for {type(module).__name__}"
 
     return Packed()
 
@@ -330,7 +327,7 @@ def packed_linear(backend: Backend, linear: Any, style: str | None, *, exact: bo
             rows = backend.all_reduce(rows)
         return to_torch(rows).reshape(*x.shape[:-1], outputs)
 
-    return replacement(linear, compute)
+    return replacement(compute)
 
 
 def packed_table(backend: Backend, table: Any, *, exact: bool) -> tuple[Any, Any]:
@@ -345,7 +342,7 @@ def packed_table(backend: Backend, table: Any, *, exact: bool) -> tuple[Any, Any
     def score(x: Any) -> Any:
         return to_torch(backend.linear(to_array(backend, x.reshape(-1, width)), packed)).reshape(*x.shape[:-1], rows)
 
-    return replacement(table, look_up), replacement(table, score)
+    return replacement(look_up), replacement(score)
 
 
 def named_modules(model: Any, kind: Any) -> Iterator[tuple[Any, str, str, Any]]:
