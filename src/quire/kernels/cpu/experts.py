@@ -214,10 +214,10 @@ class ExpertRowCount:
     """An argument that becomes the number of the expert's rows."""
 
 
-class Unit(NamedTuple):
-    """The items of a grouped instruction: `factor` for each `unit`, one of ROWS to BLOCKS of products.py."""
+class RowSplit(NamedTuple):
+    """The items of a grouped instruction: `factor` for each row, tile or block (the granularity, see products.py)."""
 
-    unit: int
+    granularity: int
     factor: int
 
 
@@ -227,16 +227,16 @@ class Groups:
 
     Attributes:
         records: int64, one for each expert that has rows, see RECORD. words: the number of records, then the number of
-            items for each of `units`.
+            items for each of `splits`.
         places: int64 [count], the row of each pair.
-        units: those of the instructions that may follow. count, padded: number of pairs, and of rows kept for them.
+        splits: those of the instructions that may follow. count, padded: number of pairs, and of rows kept for them.
     """
 
     launcher: Launcher
     records: np.ndarray
     words: np.ndarray
     places: np.ndarray
-    units: tuple[Unit, ...]
+    splits: tuple[RowSplit, ...]
     count: int
     padded: int
 
@@ -244,7 +244,7 @@ class Groups:
     def row_count(self) -> ExpertRowCount:
         return ExpertRowCount()
 
-    def capacity(self, unit: int) -> int:
+    def capacity(self, granularity: int) -> int:
         return self.padded
 
     def rows_of(self, array: np.ndarray, row_bytes: int) -> ExpertRows:
@@ -253,8 +253,8 @@ class Groups:
     def array_of(self, stack: Stack, name: str) -> ExpertArray | None:
         return None if getattr(stack.one, name) is None else ExpertArray(stack.addresses[name])
 
-    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        """Emit `op` for the rows of every expert; `unit` and `factor` must be among `units`."""
+    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        """Emit `op` for the rows of every expert; `granularity` and `factor` must be among `splits`."""
         assert len(args) <= INNER_ARGS, f"{op.name} has too many arguments"
         words, patches = np.zeros(INNER_ARGS, np.int64), []
         for place, arg in enumerate(args):
@@ -267,14 +267,14 @@ class Groups:
                 patches += [place, PUT_COUNT, 0]
             elif arg is not None:
                 words[place] = int(arg)
-        at = 1 + self.units.index(Unit(unit, factor))
+        at = 1 + self.splits.index(RowSplit(granularity, factor))
         # All pairs may have the same expert, or as many as there are.
         most = factor * self.count
-        fewest = factor * -(-self.count // ROWS_IN[unit])
+        fewest = factor * -(-self.count // ROWS_IN[granularity])
         patched = op.address, words, len(patches) // PATCH, np.array(patches, np.int64)
         self.launcher.emit(
             each_group,
-            *(self.records, self.words, unit, factor, *patched),
+            *(self.records, self.words, granularity, factor, *patched),
             items=most,
             work=work,
             items_at=self.words[at : at + 1],
@@ -286,7 +286,7 @@ class Groups:
 
 @op
 def group_pairs(args, first, last, scratch):
-    """ids, pairs, experts, records, words, places, number of `Unit`s, then the unit and the factor of each."""
+    """ids, pairs, experts, records, words, places, number of splits, then the granularity and factor of each."""
     ids, pairs, experts = i64_ptr(args[0]), args[1], args[2]
     records, words, places = i64_ptr(args[3]), i64_ptr(args[4]), i64_ptr(args[5])
     counts = i64_ptr(scratch)
@@ -325,12 +325,12 @@ def own_arguments(b):
 
 
 @jit
-def record_of(records, count, unit, before):
-    """Return the number of the record in which unit number `before` lies."""
+def record_of(records, count, granularity, before):
+    """Return the number of the record in which row, tile or block number `before` lies."""
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        if records[middle * RECORD + unit] <= before:
+        if records[middle * RECORD + granularity] <= before:
             low = middle
         else:
             high = middle
@@ -339,14 +339,14 @@ def record_of(records, count, unit, before):
 
 @op
 def each_group(args, first, last, scratch):
-    """records, words, unit and factor, inner op, its arguments, number of patches, patches."""
-    records, unit, factor = i64_ptr(args[0]), args[2], args[3]
+    """records, words, granularity and factor, inner op, its arguments, number of patches, patches."""
+    records, granularity, factor = i64_ptr(args[0]), args[2], args[3]
     arguments, patches = i64_ptr(args[5]), i64_ptr(args[7])
     own = own_arguments()
-    place = record_of(records, i64_ptr(args[1])[0], unit, first // factor)
+    place = record_of(records, i64_ptr(args[1])[0], granularity, first // factor)
     while first < last:
         record = offset(records, place * RECORD)
-        begin, end = record[unit] * factor, record[RECORD + unit] * factor
+        begin, end = record[granularity] * factor, record[RECORD + granularity] * factor
         for i in range(INNER_ARGS):
             own[i] = arguments[i]
         for p in range(args[6]):
@@ -364,18 +364,18 @@ def each_group(args, first, last, scratch):
         place += 1
 
 
-def group(launcher: Launcher, ids: np.ndarray, experts: int, units: tuple[Unit, ...]) -> Groups:
-    """Emit the sorting of pairs by their experts, ids int64 [T, k] of `route`; `units`: see `Groups`."""
+def group(launcher: Launcher, ids: np.ndarray, experts: int, splits: tuple[RowSplit, ...]) -> Groups:
+    """Emit the sorting of pairs by their experts, ids int64 [T, k] of `route`; `splits`: see `Groups`."""
     assert ids.dtype == np.int64 and ids.flags.c_contiguous
     assert 8 * experts <= SCRATCH_BYTES, "counts fit an op's scratch"
     pairs = ids.size
     active = min(pairs, experts)
     records = launcher.empty(((active + 1) * RECORD,), np.int64)
-    words, places = launcher.empty((1 + len(units),), np.int64), launcher.empty((pairs,), np.int64)
-    settings = [number for unit in units for number in unit]
-    args = ids, pairs, experts, records, words, places, len(units), *settings
+    words, places = launcher.empty((1 + len(splits),), np.int64), launcher.empty((pairs,), np.int64)
+    settings = [number for split in splits for number in split]
+    args = ids, pairs, experts, records, words, places, len(splits), *settings
     launcher.emit(group_pairs, *args, items=1, work=4 * (pairs + experts), alone_below=2)
-    return Groups(launcher, records, words, places, units, pairs, expert_rows(pairs, experts))
+    return Groups(launcher, records, words, places, splits, pairs, expert_rows(pairs, experts))
 
 
 # Experts
@@ -389,11 +389,11 @@ class CPUExperts:
     last: Stack
 
     @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units of all instructions that may follow the grouping."""
-        products = [Unit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
-        pieces = Unit(ROWS, pieces_of(self.first.one.outputs // 2))
-        return tuple(dict.fromkeys((Unit(TILES, 1), Unit(WHOLE, 1), *products, pieces)))
+    def splits(self) -> tuple[RowSplit, ...]:
+        """The splits of all instructions that may follow the grouping."""
+        products = [RowSplit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
+        pieces = RowSplit(ROWS, pieces_of(self.first.one.outputs // 2))
+        return tuple(dict.fromkeys((RowSplit(TILES, 1), RowSplit(WHOLE, 1), *products, pieces)))
 
 
 def pack_experts(experts: Iterable[Expert], pack_linear: Callable[..., Weight]) -> CPUExperts:
@@ -457,7 +457,7 @@ def experts(
         raise ValueError(f"experts: x is {x.shape}, the experts have {packed.first.one.inputs} inputs")
     if tokens == 0:
         return launcher.empty((0, packed.last.one.outputs))
-    groups = group(launcher, ids, len(packed.first.weights), packed.units)
+    groups = group(launcher, ids, len(packed.first.weights), packed.splits)
     gathered = launcher.empty((groups.padded, x.shape[1]))
     sizes = {"items": groups.count, "work": 3 * groups.count * x.shape[1]}
     launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)
@@ -490,5 +490,5 @@ def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, kind: int) -> np
         1,
         pieces,
     )
-    groups.emit(activate_rows, *args, unit=ROWS, factor=pieces, work=COST * groups.count * width)
+    groups.emit(activate_rows, *args, granularity=ROWS, factor=pieces, work=COST * groups.count * width)
     return out

@@ -22,8 +22,8 @@ from quire.kernels.cpu.simd import HAS_VNNI, TILE_ROWS
 from quire.kernels.cpu.sizes import DOT_ROWS, padded_rows
 from quire.kernels.cpu.threads import Launcher, address_of
 
-# The unit of an instruction, which has one item or several for each: a row, a tile of up to DOT_ROWS rows, a whole tile
-# of TILE_ROWS rows, or a block of up to ROW_GROUP rows.
+# Granularities: an instruction has one item or several for each row, each tile of up to DOT_ROWS rows, each whole tile
+# of TILE_ROWS rows, or each block of up to ROW_GROUP rows.
 ROWS, TILES, WHOLE, BLOCKS = range(3, 7)
 ROWS_IN = {ROWS: 1, TILES: DOT_ROWS, WHOLE: TILE_ROWS, BLOCKS: ROW_GROUP}
 Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
@@ -66,8 +66,8 @@ class ProductRows(Protocol):
     def count(self) -> int:
         """The number of rows."""
 
-    def capacity(self, unit: int) -> int:
-        """Return how many rows an array must have room for that an instruction with this unit fills."""
+    def capacity(self, granularity: int) -> int:
+        """Return how many rows an array needs room for that an instruction of this granularity fills."""
 
     @property
     def row_count(self) -> Any:
@@ -79,8 +79,8 @@ class ProductRows(Protocol):
     def array_of(self, stack: Stack, name: str) -> Any:
         """Return the argument for the array `name` of the weight; None if there is none."""
 
-    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        """Emit an op with `factor` items for each unit, see `Launcher.emit`; `stack`: the weights that it reads."""
+    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        """Emit an op with `factor` items for each row, tile or block; `stack`: the weights it reads. See `Launcher`."""
 
 
 class Rows:
@@ -89,10 +89,10 @@ class Rows:
     def __init__(self, launcher: Launcher, count: int) -> None:
         self.launcher, self.count, self.row_count = launcher, count, count
 
-    def capacity(self, unit: int) -> int:
-        if unit == WHOLE:
+    def capacity(self, granularity: int) -> int:
+        if granularity == WHOLE:
             return self.count // TILE_ROWS * TILE_ROWS
-        return padded_rows(self.count) if unit == TILES else self.count
+        return padded_rows(self.count) if granularity == TILES else self.count
 
     def rows_of(self, array: np.ndarray, row_bytes: int) -> np.ndarray:
         return array
@@ -100,13 +100,13 @@ class Rows:
     def array_of(self, stack: Stack, name: str) -> Any:
         return getattr(stack.one, name)
 
-    def emit(self, op: Op, *args: Any, unit: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        units = self.count // TILE_ROWS if unit == WHOLE else -(-self.count // ROWS_IN[unit])
+    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
+        parts = self.count // TILE_ROWS if granularity == WHOLE else -(-self.count // ROWS_IN[granularity])
         prefetched: dict[str, Any] = {}
-        if stack is not None and units == 1:
+        if stack is not None and parts == 1:
             data = stack.one.data
             prefetched = {"prefetch": data, "prefetch_bytes": data.nbytes // factor}
-        self.launcher.emit(op, *args, items=units * factor, work=work, **prefetched)
+        self.launcher.emit(op, *args, items=parts * factor, work=work, **prefetched)
 
 
 def linear(
@@ -159,7 +159,7 @@ def _pairs(
     pairs, capacity = (one.inputs + 1) // 2, rows.capacity(TILES)
     packed = rows.rows_of(rows.launcher.empty((capacity * pairs,), np.uint32), 4 * pairs)
     args = *source, packed, rows.row_count, one.inputs
-    rows.emit(pack_bf16_tiles, *args, unit=TILES, factor=1, work=rows.count * one.inputs)
+    rows.emit(pack_bf16_tiles, *args, granularity=TILES, factor=1, work=rows.count * one.inputs)
     product = linear_coded.pair_op(one) if isinstance(one, linear_coded.CodedLinear) else linear_pairs
     return _product(rows, product, stack, capacity, gate_kind, (packed, pairs))
 
@@ -171,7 +171,7 @@ def _floats(
     depth = one.inputs
     packed = rows.rows_of(rows.launcher.empty((rows.capacity(WHOLE) * depth,)), 4 * depth)
     work = 4 * rows.count * depth
-    rows.emit(interleave_tiles_f32, *source, packed, depth, unit=WHOLE, factor=1, work=work)
+    rows.emit(interleave_tiles_f32, *source, packed, depth, granularity=WHOLE, factor=1, work=work)
     product = FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
     return _product(rows, product, stack, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
 
@@ -202,7 +202,7 @@ def _product(
         *inputs,
         *_coding(rows, stack),
     )
-    rows.emit(op, *args, unit=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    rows.emit(op, *args, granularity=BLOCKS, factor=stack.factor, work=work, stack=stack)
     return out
 
 
@@ -226,16 +226,16 @@ def _integers(
         starts = rows.rows_of(launcher.empty((capacity * parts,), np.int32), 4 * parts)
         scales = rows.rows_of(launcher.empty((capacity,)), 4)
         made = one.group, 1 << (one.bits - 1), packed, starts, scales, rows.array_of(stack, "order")
-        rows.emit(quantize.quantize_tiles, *read, *made, unit=TILES, factor=1, work=rows.count * depth)
+        rows.emit(quantize.quantize_tiles, *read, *made, granularity=TILES, factor=1, work=rows.count * depth)
     else:
         if one.bits != 8 or one.group_scales is not None:
             raise ValueError("inputs stay float32 for 8-bit weights without groups only")
         op, starts, scales = linear_int.FLOAT_OP, None, None
         packed = rows.rows_of(launcher.empty((capacity * depth,)), 4 * depth)
-        rows.emit(quantize.interleave_tiles, *read, packed, unit=TILES, factor=1, work=rows.count * depth)
+        rows.emit(quantize.interleave_tiles, *read, packed, granularity=TILES, factor=1, work=rows.count * depth)
     factors = (rows.array_of(stack, name) for name in ("scales", "group_scales", "zeros", "bias"))
     args = rows.array_of(stack, "data"), depth, one.group, *factors, packed, starts, scales
     target = rows.rows_of(out, 4 * width), width, rows.row_count, gate_kind
     work = rows.count * one.padded * depth
-    rows.emit(op, *args, *target, unit=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    rows.emit(op, *args, *target, granularity=BLOCKS, factor=stack.factor, work=work, stack=stack)
     return out

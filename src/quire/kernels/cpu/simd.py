@@ -67,10 +67,11 @@ BF16_PAIRS, I16_PAIRS = ir.VectorType(BFloat(), 2 * LANES), ir.VectorType(I16, 2
 
 
 class VecType(types.Type):
-    """Sixteen float32 lanes, held in a register."""
+    """Sixteen lanes of 32 bits, held in a register."""
 
-    def __init__(self) -> None:
-        super().__init__(name="f32x16")
+    def __init__(self, name: str, vector: ir.VectorType) -> None:
+        super().__init__(name=name)
+        self.vector = vector
 
 
 @register_model(VecType)
@@ -78,10 +79,10 @@ class VecModel(PrimitiveModel):
     """Lower VecType to the LLVM vector."""
 
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, F32V)
+        super().__init__(dmm, fe_type, fe_type.vector)
 
 
-f32x16 = VecType()
+f32x16, i32x16 = VecType("f32x16", F32V), VecType("i32x16", I32V)
 
 
 # Building blocks of the intrinsics: functions from LLVM values to LLVM values
@@ -319,8 +320,8 @@ def splat(b, x):
     return _splat(b, x, F32V)
 
 
-def _lanewise(instruction):
-    @intrinsic(f32x16, f32x16, f32x16)
+def _lanewise(instruction, kind=f32x16):
+    @intrinsic(kind, kind, kind)
     def operation(b, x, y):
         return getattr(b, instruction)(x, y)
 
@@ -527,38 +528,17 @@ ROUNDING = 12582912.0  # 1.5 * 2^23: added to a small float it leaves the neares
 ROUNDING_BITS = 0x4B400000
 
 
-class IntVecType(types.Type):
-    """Sixteen int32 lanes, held in a register."""
-
-    def __init__(self) -> None:
-        super().__init__(name="i32x16")
-
-
-@register_model(IntVecType)
-class IntVecModel(PrimitiveModel):
-    """Lower IntVecType to the LLVM vector."""
-
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, I32V)
-
-
-i32x16 = IntVecType()
-
-
 def _larger(b, x, y):
     return b.select(b.icmp_signed("<", x, y), y, x)
+
+
+add_i32 = _lanewise("add", i32x16)
 
 
 @intrinsic(i32x16, INT)
 def splat_i32(b, value):
     """Return the integer in every lane."""
     return _splat(b, b.trunc(value, I32), I32V)
-
-
-@intrinsic(i32x16, ANY, ANY)
-def add_i32(b, x, y):
-    """x + y of int32 lanes."""
-    return b.add(x, y)
 
 
 @intrinsic(i32x16, ANY, ANY)
