@@ -28,6 +28,7 @@ def read(name: str) -> dict[str, Any]:
 def load() -> tuple[Any, Any]:
     """Model (float32) and tokenizer as transformers loads them."""
     transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)  # more of them only wait for each other on matrices this small
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     return model, transformers.AutoTokenizer.from_pretrained(FOLDER)
 
