@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +13,12 @@ import httpx
 import openai
 import pytest
 
-from quire.errors import ConfigError
+from quire.config import EngineConfig
+from quire.errors import ConfigError, ModelError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.stats import StatListener
 from quire.server.auth import ApiKeys, read_keys, with_key_weights
+from quire.server.run import run_server
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
 
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
@@ -185,6 +189,20 @@ def test_weights_of_keys_reach_the_scheduler(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tenant_weights contradicts api_key_file"):
         with_key_weights(server_config(api_key_file=path, scheduling_policy="fair", tenant_weights={"ann": 1}))
     assert with_key_weights(server_config()) == server_config()
+
+
+def test_a_server_of_one_model_starts_with_the_weights_of_its_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "- {key: a, name: ann, weight: 2.5}")
+    made: list[EngineConfig] = []
+
+    def make_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
+        made.append(config)
+        raise ModelError("the configuration is all that is tested")
+
+    config = server_config(port=0, api_key_file=path, scheduling_policy="fair", tenant_weights={"eve": 3})
+    with pytest.raises(ModelError, match="all that is tested"):
+        run_server(config, make_llm)
+    assert [item.scheduler.tenant_weights for item in made] == [{"eve": 3, "ann": 2.5}]
 
 
 def test_one_request_at_a_time(served: LiveServer) -> None:

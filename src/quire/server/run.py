@@ -94,15 +94,14 @@ def run_server(
         QuireError: the engine could not start, or died.
     """
     make_llm = make_llm if first is None else FirstEngine(first)
-    config = with_key_weights(config)
+    models = [
+        dataclasses.replace(entry, config=with_key_weights(entry.config))
+        for entry in entries or [ModelEntry(config=config)]
+    ]
     with (
         listening(config.server) as listener,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
     ):
-        models = [
-            dataclasses.replace(entry, config=with_key_weights(entry.config))
-            for entry in entries or [ModelEntry(config=config)]
-        ]
         code = runner.run(_ServerProcess(config, listener, make_llm, models).run())
     gc.freeze()  # else Python looks through all objects once more before it ends, which takes longer than all the rest
     return code
