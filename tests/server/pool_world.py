@@ -23,6 +23,7 @@ class FakeLLM:
         self.ready = self.errored = self.is_sleeping = self.closed = False
         self.level = 0
         self.sleep_error: QuireError | None = None
+        self.close_error: Exception | None = None
         self.num_unfinished = 0
         self.max_model_len = 128
         self.adapters = AdapterRegistry(server_config(), self.call)
@@ -75,6 +76,8 @@ class FakeLLM:
             assert not self.world.in_use(self.name), "closed while it was used"
             self.world.log.append(f"unload {self.name}")
         await asyncio.sleep(0)
+        if self.close_error is not None:
+            raise self.close_error
         self.closed = True
         self.ready = self.is_sleeping = False
         self.errored = True

@@ -235,9 +235,25 @@ def test_a_load_that_takes_too_long_is_given_up(make: Make) -> None:
     assert int(headers_of(caught.value)["Retry-After"]) >= 1
     world.settle()
     assert status(world)["a"] == "failed"
+    given_up = world.engine("a")
+    assert given_up.closed, "or it would go on loading"
     world.held = False
     world.now += 2.0
-    assert world.begin("a").done(), "another engine was made"
+    assert world.begin("a").done()
+    assert world.engine("a") is not given_up
+
+
+def test_a_load_that_takes_too_long_fails_even_if_its_engine_cannot_be_closed(make: Make) -> None:
+    world = make("ab", None, held=True, load_timeout=0.05)
+    engine = world.engine("a")
+    engine.close_error = OSError("no process to kill")
+    with pytest.raises((OverloadedError, HTTPProblem)):
+        world.loop.run_until_complete(world.ask("a"))
+    world.settle()
+    assert status(world)["a"] == "failed"
+    engine.close_error = None
+    assert isinstance(world.begin("a").exception(), HTTPProblem), "not before a second has passed"
+    assert world.log == ["load a"]
 
 
 def test_a_request_that_finds_no_room_in_time_is_sent_away(make: Make) -> None:
@@ -359,14 +375,13 @@ def test_models_that_must_be_there_from_the_start(make: Make) -> None:
     assert status(world) == {"a": "loading", "b": "unloaded", "c": "loading"}
     start = world.loop.create_task(world.pool.start())
     world.settle()
-    assert world.pool.loading
+    assert status(world) == {"a": "loading", "b": "unloaded", "c": "loading"}
     world.finish_load("c")
+    assert not start.done()
     world.finish_load("a")
     start.result()
-    assert not world.pool.loading
     world.held = False
     world.serve("b")
-    assert not world.pool.loading, "which ones have to go later is no longer the point"
     assert world.loaded == "ab"
 
 

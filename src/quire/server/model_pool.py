@@ -296,9 +296,10 @@ class ModelPool:
             async with asyncio.timeout(self._timeout(model)):
                 await (model.llm.wake_up() if waking else self._start(model))
         except TimeoutError:
+            # First, so that waiters get an error and the model its backoff even if closing fails.
+            self._fail(model, QuireError(f"it was not loaded within {self._load_timeout:g} s", code="timeout"))
             if not waking:
                 await model.llm.close()  # its engine would go on loading
-            self._fail(model, QuireError(f"it was not loaded within {self._load_timeout:g} s", code="timeout"))
         except QuireError as error:
             self._fail(model, error)
         except Exception as error:  # task boundary: waiters must get an error
