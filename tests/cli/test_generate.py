@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from quire.cli.generate import READY_PER_RUNNING, read_prompts
+from quire.cli.generate import read_prompts
+from quire.cli.offline import READY_PER_RUNNING
 from quire.errors import ModelError, RequestError
 from quire.ordered import WINDOW
 from quire.sampling_params import BeamSearchParams, RequestOutputKind

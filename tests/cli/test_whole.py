@@ -20,6 +20,7 @@ def test_generate_is_repeatable_and_streams_what_it_would_store(quire):
     words = ("generate", "--prompt", "The king said", "--temperature", "0", "--max-tokens", "12")
     first = quire(*words)
     assert first.code == 0, first.err
+    assert quire(*words).out == first.out
     (stored,) = [json.loads(line) for line in quire(*words, "--logprobs", "2").out.splitlines()]
     assert stored["outputs"][0]["text"] + "\n" == first.out
     assert stored["usage"]["completion_tokens"] == len(stored["outputs"][0]["logprobs"])
@@ -32,6 +33,20 @@ def test_a_prompt_that_does_not_fit_fails_alone(quire, type_in):
     first, second, third = [json.loads(line) for line in result.out.splitlines()]
     assert second["error"]["code"] == "context_length_exceeded"
     assert first["outputs"][0]["finish_reason"] == third["outputs"][0]["finish_reason"] == "length"
+
+
+def test_long_prompts_wait_unless_a_limit_was_given(quire, type_in):
+    """Two of them together are more tokens than the queue of a server of this size takes."""
+    words = ("generate", "--max-tokens", "2", "--max-num-seqs", "1", "--max-num-batched-tokens", "32")
+    lines = [f"{number} " + "word " * 80 for number in range(4)]
+    type_in(*lines)
+    assert quire(*words).code == 0
+    type_in(*lines)
+    limited = quire(*words, "--max-num-queued-tokens", "10")
+    assert limited.code == 1
+    results = [json.loads(line) for line in limited.out.splitlines()]
+    assert len(results) == 4 and "outputs" in results[0]
+    assert {item["error"]["code"] for item in results if "error" in item} == {"engine_overloaded"}
 
 
 @contextlib.contextmanager

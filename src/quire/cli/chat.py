@@ -22,7 +22,6 @@ from quire.cli.offline import (
     engine_config,
     open_async_llm,
     options_from,
-    recommended_sampling,
     sampling_flags,
     sampling_values,
 )
@@ -140,7 +139,7 @@ class LocalModel:
         except BaseException:
             self.close()
             raise
-        values = with_recommended(recommended_sampling(self._llm), sampling)
+        values = with_recommended(self._llm.front_model.sampling_defaults, sampling)
         self._params = SamplingParams(**{**values, "output_kind": RequestOutputKind.DELTA})
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:

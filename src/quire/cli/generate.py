@@ -21,22 +21,24 @@ from quire import logs
 from quire.cli.flags import Command, flags_of
 from quire.cli.offline import (
     OFFLINE_GROUPS,
+    READY_PER_RUNNING,
     LogOptions,
     engine_config,
     options_from,
-    recommended_sampling,
     sampling_flags,
     sampling_values,
     started_llm,
+    with_long_queues,
 )
 from quire.cli.output import open_output, progress_bar
 from quire.config import EngineConfig
-from quire.errors import ConfigError, GenerationError, QuireError, RequestError, echo
+from quire.errors import ConfigError, GenerationError, OverloadedError, QuireError, RequestError, echo
 from quire.options import option
 from quire.ordered import in_order
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import (
     MAX_LENGTH_PENALTY,
+    MAX_N,
     OPTIONS,
     BeamSearchParams,
     RequestOutputKind,
@@ -178,8 +180,6 @@ def _logprobs(position: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 MAX_TOKENS = 256
-# Enough prompts in the engine that its batch never runs dry while results are collected.
-READY_PER_RUNNING = 2
 STDIN = "standard input"
 
 
@@ -305,7 +305,7 @@ class SamplingFlags:
 
     async def complete(self, llm: AsyncLLM, line: PromptLine) -> RequestOutput:
         """Return the whole completion of a prompt. Raises the error of the request."""
-        params = self.params(recommended_sampling(llm), line.params)
+        params = self.params(llm.front_model.sampling_defaults, line.params)
         prompt = await llm.chat_prompt(line.value) if line.key == "messages" else line.value
         async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
             async for output in stream:
@@ -320,7 +320,7 @@ class SamplingFlags:
 async def _stream(config: EngineConfig, prompt: str, flags: SamplingFlags) -> int:
     """Write the completion of one prompt to standard output while it is generated."""
     async with started_llm(config) as llm:
-        params = flags.params(recommended_sampling(llm), stream=True)
+        params = flags.params(llm.front_model.sampling_defaults, stream=True)
         async with contextlib.aclosing(await llm.submit(prompt, params)) as stream:
             async for output in stream:
                 sys.stdout.write(output.outputs[0].text)
@@ -336,18 +336,18 @@ async def _batch(
 ) -> int:
     """Complete all prompts, write their results in order, and return how many failed."""
     failed = 0
-    async with started_llm(config) as llm:
+    concurrency = _prompts_at_once(config, flags.num_sequences)
+    async with started_llm(with_long_queues(config, concurrency * MAX_N)) as llm:
         with progress_bar("prompts", len(prompts)) as on_done:
 
             async def complete(prompt: PromptLine) -> tuple[bool, bytes]:
                 try:
                     return True, result_line(prompt, await flags.complete(llm, prompt))
-                except (RequestError, GenerationError) as error:
+                except (RequestError, GenerationError, OverloadedError) as error:
                     return False, error_line(prompt, error)
                 finally:
                     on_done()
 
-            concurrency = _prompts_at_once(config, flags.num_sequences)
             async with contextlib.aclosing(in_order(complete, prompts, concurrency)) as results:
                 async for succeeded, line in results:
                     failed += not succeeded

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
     from quire.frontend.llm import LLM
 
+# Enough requests in the engine that its batch never runs dry while results are collected.
+READY_PER_RUNNING = 2
+NO_TOKEN_LIMIT = 2**62
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
@@ -48,6 +52,19 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     return dataclasses.replace(config, server=ServerConfig(engine="inline"))
 
 
+def with_long_queues(config: EngineConfig, num_reqs: int) -> EngineConfig:
+    """Return the config with queues for `num_reqs` unfinished requests of any length, unless limits were given.
+
+    There are no other clients, so a request that is not admitted would only be sent again.
+    """
+    longer: dict[str, int] = {}
+    if config.scheduler.max_num_queued_reqs is None:
+        longer["max_num_queued_reqs"] = num_reqs
+    if config.scheduler.max_num_queued_tokens is None:
+        longer["max_num_queued_tokens"] = NO_TOKEN_LIMIT
+    return config.replace(**longer)
+
+
 def open_llm(config: EngineConfig) -> LLM:
     """Load a model for synchronous use."""
     from quire.frontend.llm import LLM
@@ -71,11 +88,6 @@ async def started_llm(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
         yield llm
     finally:
         await llm.close()
-
-
-def recommended_sampling(llm: AsyncLLM) -> dict[str, Any]:
-    """Return the sampling values that the model's generation_config.json recommends, unless told to ignore it."""
-    return llm.front_model.sampling_defaults
 
 
 # The engine has a --seed as well, so that of sampling is spelled differently.

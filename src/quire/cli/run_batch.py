@@ -14,7 +14,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 from quire import logs
 from quire.cli.flags import Command, flags_of
-from quire.cli.offline import OFFLINE_GROUPS, LogOptions, engine_config, options_from, started_llm
+from quire.cli.offline import (
+    OFFLINE_GROUPS,
+    READY_PER_RUNNING,
+    LogOptions,
+    engine_config,
+    options_from,
+    started_llm,
+    with_long_queues,
+)
 from quire.cli.output import open_output
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     from quire.server.batches import Batch
 
 STDIO = "-"
-READY_PER_RUNNING = 2
 MAX_PROMPTS = 256  # of one request
 PROGRESS_SECONDS = 10.0
 SPOOL_BYTES = 64 * 2**20
@@ -49,7 +56,9 @@ FLAGS = [*flags_of((BatchOptions,)), *flags_of(OFFLINE_GROUPS)]
 def run(values: dict[str, Any]) -> int:
     """Answer the file; return 0, or 1 if any request failed."""
     options: BatchOptions = options_from(BatchOptions, values)
-    config, concurrency = _with_long_queues(engine_config(values), options)
+    config = engine_config(values)
+    concurrency = options.max_concurrency or READY_PER_RUNNING * config.scheduler.max_num_seqs
+    config = with_long_queues(config, (concurrency + 1) * MAX_PROMPTS)
     logs.setup(options_from(LogOptions, values).log_level)
     _check_files(options)
     output = None if options.output == STDIO else options.output
@@ -58,21 +67,6 @@ def run(values: dict[str, Any]) -> int:
     if failed:
         print(f"error: {failed} of {done} requests failed; their lines say why", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _with_long_queues(config: EngineConfig, options: BatchOptions) -> tuple[EngineConfig, int]:
-    """Return the config with long enough queues, unless limits were given, and the number of requests at a time.
-
-    There are no other clients, so a request that is not admitted would only be sent again.
-    """
-    scheduler = config.scheduler
-    concurrency = options.max_concurrency or READY_PER_RUNNING * scheduler.max_num_seqs
-    longer: dict[str, Any] = {}
-    if scheduler.max_num_queued_reqs is None:
-        longer["max_num_queued_reqs"] = (concurrency + 1) * MAX_PROMPTS
-    if scheduler.max_num_queued_tokens is None:
-        longer["max_num_queued_tokens"] = 2**62
-    return config.replace(**longer), concurrency
 
 
 @contextlib.contextmanager
