@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.bad_requests import GOOD, ROWS, A, Bad, called, tools, user, with_field
 from tests.server.checks import CHAT, COMPLETIONS, HI, JSON, TOKENIZE, check_error, check_refused, post
+from tests.server.responses.asking import family_server
 
 CANARY = {"model": "fake", "prompt": "canary", "max_tokens": 8, "seed": 7}
 FORM_SECONDS = 3.0  # for any grammar, and the rest of the request
@@ -172,6 +173,45 @@ def test_unknown_fields_can_be_ignored_at_any_depth(make_server: MakeServer) -> 
     item = {"role": "user", "what": 1, "content": [{"type": "input_text", "text": "a", "what": 1}]}
     response = {"model": "fake", "input": [item], "what": 1, "text": {"format": {"type": "text", "what": 1}}}
     assert post(server, "/v1/responses", response).status_code == 200
+
+
+X = {"x": 1}
+NAMED_A = {"type": "function", "function": {"name": "a", **X}, **X}
+LOOK = {"name": "look", "input_schema": {}, **X}
+ALLOWED_LOOK = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look", **X}], **X}
+WITHIN_FIELDS: list[tuple[str, dict[str, Any]]] = [
+    ("/rerank", {"query": "a", "documents": ["a", {"text": "b", **X}]}),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "a", **X}}),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"include_usage": True, **X}}),
+    (CHAT, {"messages": HI, "tools": A, "tool_choice": NAMED_A}),
+    (
+        CHAT,
+        {
+            "messages": HI,
+            "tools": A,
+            "tool_choice": {"type": "allowed_tools", **X, "allowed_tools": {"mode": "auto", "tools": [NAMED_A], **X}},
+        },
+    ),
+    ("/v1/responses", {"input": "a", "reasoning": X, "text": X, "stream": True, "stream_options": X}),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "look"}], "tool_choice": ALLOWED_LOOK}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 1, "tools": [LOOK], "tool_choice": {"type": "auto", **X}}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 1, "thinking": {"type": "adaptive", **X}}),
+]
+
+
+def test_unknown_fields_within_every_object_can_be_ignored(family: LiveServer) -> None:
+    for path, fields in WITHIN_FIELDS:
+        body = {"model": "fake", **fields}
+        refused = post(family, path, body)
+        assert refused.status_code == 400 and "unknown parameter" in refused.text, (body, refused.text)
+    server = family_server(ignore_unknown_fields=True)
+    try:
+        for path, fields in WITHIN_FIELDS:
+            response = post(server, path, {"model": "fake", **fields})
+            pooling = path == "/rerank"  # which this model cannot do, as is found out last
+            assert response.status_code == 200 or (pooling and "unsupported_endpoint" in response.text), response.text
+    finally:
+        server.close()
 
 
 def test_control_tokens_from_users_are_text(server: LiveServer, family: LiveServer) -> None:

@@ -54,7 +54,7 @@ def requested_tools(tools: Any, choice: Any, parallel: bool, *, ignore_unknown: 
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return ToolRequest()
     checked = _check_tools(tools, ignore_unknown)
-    mode, allowed = _check_choice("auto" if choice is None else choice, [tool.name for tool in checked])
+    mode, allowed = _check_choice("auto" if choice is None else choice, [tool.name for tool in checked], ignore_unknown)
     places = [place for place, tool in enumerate(checked) if tool.name in allowed]
     shown = [{"type": "function", "function": _without_nulls(tool["function"])} for tool in tools]
     return ToolRequest(
@@ -125,21 +125,20 @@ def _check_mode(choice: Any) -> None:
         raise wrong_type("tool_choice", "a string or an object", choice)
 
 
-def _check_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
+def _check_choice(choice: Any, names: list[str], ignore_unknown: bool) -> tuple[str, list[str]]:
     """Return the choice as in `MessageSpec`, and which functions it admits."""
     _check_mode(choice)
     if isinstance(choice, str):
         return choice, names
-    fields = Fields(choice, "tool_choice")
+    fields = Fields(choice, "tool_choice", ignore_unknown=ignore_unknown)
     kind = fields.choice("type", ("function", "allowed_tools"), expected="function or allowed_tools")
     if kind == "function":
         name = _chosen(fields, names)
         return f"function:{name}", [name]
     allowed = fields.object("allowed_tools", ("mode", "tools"))
     mode = allowed.choice("mode", ("auto", "required"), expected="auto or required")
-    tools, where = allowed.required("tools"), allowed.place("tools")
-    check_not_empty(tools, where)
-    return mode, [_chosen(Fields(tool, place), names) for place, tool in list_items(tools, where)]
+    check_not_empty(allowed.required("tools"), allowed.place("tools"))
+    return mode, [_chosen(tool, names) for tool in allowed.parts("tools")]
 
 
 def _chosen(tool: Fields, names: list[str]) -> str:

@@ -234,7 +234,7 @@ def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = 
         elif not ignore_unknown:
             raise unknown_field(name, [*model.model_fields, *model.refused])
     try:
-        body = model.model_validate(known)
+        body = model.model_validate(known, context={"ignore_unknown": ignore_unknown})
     except ValidationError as error:
         raise _request_error(error.errors(include_url=False, include_context=True)[0]) from None
     body._ignore_unknown = ignore_unknown

@@ -14,7 +14,7 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, Fields, Refused, check_int, list_items, missing, wrong_type
+from quire.checks import INT64_MAX, Refused, check_int, list_items, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import check_ids
@@ -255,7 +255,7 @@ async def rerank(request: Request) -> Response:
     query = _texts(body.query, "query", single=True)
     if body.documents is None:
         raise missing("documents")
-    documents = _texts(_documents(body.documents), "documents")
+    documents = _texts(_documents(body), "documents")
     if body.top_n is not None:
         check_int("top_n", body.top_n, 1, INT64_MAX)
 
@@ -401,12 +401,12 @@ def _one_of(body: ScoreRequest, name: str, other: str) -> tuple[Any, str]:
     return getattr(body, used), used
 
 
-def _documents(documents: Any) -> list[Any]:
+def _documents(body: RerankRequest) -> list[Any]:
     """Return the texts of documents, which may be objects with a text."""
-    items = list_items(documents, "documents", "a list of strings", most=MAX_INPUTS)
+    fields = body.fields
     return [
-        Fields(document, where).only(("text",)).required("text") if isinstance(document, dict) else document
-        for where, document in items
+        fields.part(document, where).only(("text",)).required("text") if isinstance(document, dict) else document
+        for where, document in list_items(body.documents, "documents", "a list of strings", most=MAX_INPUTS)
     ]
 
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SkipValidation,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
 
 from quire.checks import Fields, Refused
 from quire.sampling_params import OPTIONS, SamplingParams
@@ -81,14 +90,29 @@ class RequestModel(BaseModel):
 
     @property
     def fields(self) -> Fields:
-        """The fields, to check what is within them."""
-        return Fields(dict(self), "", ignore_unknown=self._ignore_unknown)
+        """The fields that were sent, to check what is within them. It is built anew each time."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return Fields(given, "", ignore_unknown=self._ignore_unknown)
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
+class BodyPart(BaseModel):
+    """An object within a body whose fields are declared. Types are strict.
+
+    Unknown fields are refused, unless the validation's context has a true `ignore_unknown`.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, dict) and info.context is not None and info.context["ignore_unknown"]:
+            return {name: item for name, item in value.items() if name in cls.model_fields}
+        return value
+
+
+class StreamOptions(BodyPart):
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

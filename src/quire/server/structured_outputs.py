@@ -55,7 +55,7 @@ def structured_output(body: GenerationRequest) -> StructuredOutput | None:
     Raises:
         RequestError: a field is malformed, or several fields ask for structured output.
     """
-    params = _structured_outputs(body.structured_outputs)
+    params = _structured_outputs(body)
     options: dict[str, Any] = {}
     if params is not None and body.response_format is not None and not params.keys() & set(KINDS):
         options, params = params, None  # options of `response_format`
@@ -77,10 +77,12 @@ def structured_output(body: GenerationRequest) -> StructuredOutput | None:
     return next(iter(found.values()), None)
 
 
-def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    if value is None:
+def _structured_outputs(body: GenerationRequest) -> dict[str, Any] | None:
+    if body.structured_outputs is None:
         return None
-    return Fields(value, "structured_outputs").only(StructuredOutputParams.__struct_fields__).values
+    known = StructuredOutputParams.__struct_fields__
+    fields = body.fields.object("structured_outputs", known)
+    return {name: item for name, item in fields.values.items() if name in known}
 
 
 def _guided(body: GenerationRequest, kind: str) -> StructuredOutput:

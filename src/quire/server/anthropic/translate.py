@@ -124,7 +124,7 @@ def _tools(body: ConversationRequest) -> dict[str, Any]:
     tools = [_tool(tool) for tool in body.fields.parts("tools")]
     fields: dict[str, Any] = {"tools": tools} if tools else {}
     if body.tool_choice is not None:
-        choice = Fields(body.tool_choice, "tool_choice").only(("type", "name", "disable_parallel_tool_use"))
+        choice = body.fields.object("tool_choice", ("type", "name", "disable_parallel_tool_use"))
         fields |= _tool_choice(choice, [tool["function"]["name"] for tool in tools])
     return fields
 
@@ -166,10 +166,10 @@ def _thinking(body: ConversationRequest, front: FrontModel) -> tuple[dict[str, A
     """Return the fields for reasoning, and whether its text is in the response."""
     if body.thinking is None:
         return {}, True
-    value = Fields(body.thinking, "thinking").only(("type", "budget_tokens", "display"))
+    value = body.fields.object("thinking", ("type", "budget_tokens", "display"))
     kind = value.choice("type", THINKING, expected="enabled, disabled or adaptive")
-    for name in value.values:
-        if name not in ("type", *THINKING[kind]):
+    for name in ("budget_tokens", "display"):
+        if name in value and name not in THINKING[kind]:
             raise RequestError(f"{value.place(name)} has no place beside type {kind}", param=value.place(name))
     shown = value.choice("display", DISPLAYS, DISPLAYS[0], expected=" or ".join(DISPLAYS)) == DISPLAYS[0]
     where = value.place("type")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import Field, SkipValidation
 
 from quire.checks import Refused
 from quire.sampling_params import OPTIONS
 from quire.server.protocol import (
     REFUSED_EVERYWHERE,
     RESULT_FIELDS,
+    BodyPart,
     ReasoningEffort,
     RequestModel,
     SamplingRequest,
@@ -47,17 +48,13 @@ REFUSED: Refused = {
 CHAT_FIELDS = ("chat_template", "chat_template_kwargs", "documents", "include_reasoning", "parallel_tool_calls")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class ResponseStreamOptions(_Part):
+class ResponseStreamOptions(BodyPart):
     """Options of a stream."""
 
     include_obfuscation: bool | None = None
 
 
-class Reasoning(_Part):
+class Reasoning(BodyPart):
     """Options of reasoning. No summary of it is made: one that is asked for ("auto") is empty."""
 
     effort: ReasoningEffort | None = None
@@ -67,7 +64,7 @@ class Reasoning(_Part):
     mode: SkipValidation[Literal["standard"] | None] = None
 
 
-class TextOptions(_Part):
+class TextOptions(BodyPart):
     """The format of the text."""
 
     format: SkipValidation[dict[str, Any] | None] = None

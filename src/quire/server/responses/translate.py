@@ -105,9 +105,9 @@ def _conversation_fields(body: ConversationRequest) -> dict[str, Any]:
             fields["response_format"] = _response_format(body.fields.part(body.text.format, "text.format"))
     if body.tools is not None and body.tools != []:
         fields["tools"] = [_tool(tool) for tool in body.fields.parts("tools")]
-        fields["tool_choice"] = _tool_choice(body.tool_choice, custom_names(body.tools))
+        fields["tool_choice"] = _tool_choice(body, custom_names(body.tools))
     elif body.tool_choice not in (None, "auto", "none"):
-        fields["tool_choice"] = _tool_choice(body.tool_choice, frozenset())
+        fields["tool_choice"] = _tool_choice(body, frozenset())
     return fields
 
 
@@ -130,10 +130,10 @@ def _tool(tool: Fields) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool.get(name) for name in TOOL_FIELDS if name != "type"}}
 
 
-def _tool_choice(given: Any, custom: Collection[str]) -> Any:
-    if not isinstance(given, Mapping):
-        return given
-    choice = Fields(given, "tool_choice")
+def _tool_choice(body: ConversationRequest, custom: Collection[str]) -> Any:
+    if not isinstance(body.tool_choice, Mapping):
+        return body.tool_choice
+    choice = body.fields.object("tool_choice")
     place = choice.place("type")
     match choice.required("type"):
         case "function" | "custom":
