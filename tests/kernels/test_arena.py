@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from itertools import pairwise
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.kernels.cpu import arrays
 from quire.kernels.cpu.arrays import ALIGNMENT, Arena, Recorder
 from quire.kernels.cpu.threads import address_of
 
@@ -40,6 +44,28 @@ def test_arrays_in_use_never_overlap_and_freed_memory_becomes_one_piece(sizes: l
     whole = lines(arena, before // ALIGNMENT)
     assert whole.nbytes == before
     assert arena.touched == max(before, ALIGNMENT)  # an empty array takes a line
+
+
+def test_arrays_freed_while_another_is_made_leave_the_others_alone() -> None:
+    """The garbage collector may free arrays between any two lines of the arena's own code."""
+    arena, rng = Arena(), random.Random(0)
+    live: list[np.ndarray] = []
+
+    def free_at_any_line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and len(live) > 4 and rng.random() < 0.05:
+            live.pop(rng.randrange(len(live)))
+        return free_at_any_line if frame.f_code.co_filename == arrays.__file__ else None
+
+    before = sys.gettrace()
+    for _ in range(300):
+        sys.settrace(free_at_any_line)
+        try:
+            array = lines(arena, rng.randrange(1, 5))
+        finally:
+            sys.settrace(before)
+        live.append(array)
+        places = sorted((address_of(array), array.nbytes) for array in live)
+        assert all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(places))
 
 
 def test_smaller_arrays_share_a_freed_larger_one() -> None:

@@ -142,6 +142,8 @@ class Arena:
         self._slabs: list[Any] = []
         self._ends: list[int] = []  # of what was ever taken from each slab
         self._generation = 0
+        # What finalizers append and `_take` joins: the garbage collector may call them while `_take` edits `_free`.
+        self._released: list[tuple[int, int, int, int]] = []  # recording, slab, first byte, last byte + 1
         self.restart()
 
     def restart(self) -> None:
@@ -166,12 +168,17 @@ class Arena:
         slab, start = self._take(size)
         # numpy arrays point past other arrays to the owner of the memory, so this object lives as long as any view.
         owner = self._piece(slab, start, size)
-        weakref.finalize(owner, self._give_back, self._generation, slab, start, start + size).atexit = False
+        released = self._generation, slab, start, start + size
+        weakref.finalize(owner, self._released.append, released).atexit = False
         array = np.frombuffer(owner, dtype, count).view(Recorded).reshape(shape)
         array.recorder = recorder
         return array
 
     def _take(self, size: int) -> tuple[int, int]:
+        while self._released:
+            generation, *piece = self._released.pop()
+            if generation == self._generation:
+                self._join(*piece)
         fitting = [
             (stop - start, slab, start)
             for slab, pieces in enumerate(self._free)
@@ -195,9 +202,7 @@ class Arena:
     def _piece(self, slab: int, start: int, size: int) -> Any:
         return _piece_type(size).from_buffer(self._slabs[slab].data, start)
 
-    def _give_back(self, generation: int, slab: int, start: int, stop: int) -> None:
-        if generation != self._generation:
-            return
+    def _join(self, slab: int, start: int, stop: int) -> None:
         pieces = self._free[slab]
         place = last = bisect_left(pieces, (start,))
         if place > 0 and pieces[place - 1][1] == start:
