@@ -377,6 +377,15 @@ def test_ids_outside_the_vocabulary_are_none(read: Any, caplog: pytest.LogCaptur
     assert "pad_token_id" not in caplog.text
 
 
+@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
+def test_an_id_of_the_generation_config_hides_that_of_the_config(
+    read: Any, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for hidden in ("<s>", 50256):
+        assert getattr(read(**{key: hidden}, generation={key: 3}), key) == 3
+    assert key not in caplog.text
+
+
 def test_sampling_defaults(read: Any) -> None:
     generation = {
         "temperature": 0.6,

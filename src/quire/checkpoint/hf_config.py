@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -194,17 +195,19 @@ def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
 def _tokens_and_dtype(fields: ConfigFields, generation: ConfigFields, vocab_size: int) -> dict[str, Any]:
     """Return the fields of `ModelInfo` that config.json has for every architecture.
 
-    Ids in generation_config.json come before those in config.json.
+    Ids in generation_config.json come before those in config.json, whose bos and pad ids are read only if needed.
     """
-    ids = {
-        key: _token_ids(generation, key, vocab_size) + _token_ids(fields, key, vocab_size)
-        for key in ("bos_token_id", "pad_token_id", "eos_token_id")
-    }
+
+    def first_id(key: str) -> int | None:
+        ids = _token_ids(generation, key, vocab_size) or _token_ids(fields, key, vocab_size)
+        return ids[0] if ids else None
+
+    eos_ids = (_token_ids(source, "eos_token_id", vocab_size) for source in (generation, fields))
     return {
         "dtype": _dtype(fields),
-        "bos_token_id": next(iter(ids["bos_token_id"]), None),
-        "pad_token_id": next(iter(ids["pad_token_id"]), None),
-        "eos_token_ids": tuple(dict.fromkeys(ids["eos_token_id"])),
+        "bos_token_id": first_id("bos_token_id"),
+        "pad_token_id": first_id("pad_token_id"),
+        "eos_token_ids": tuple(dict.fromkeys(chain.from_iterable(eos_ids))),
         "sampling_defaults": _sampling_defaults(generation),
     }
 
