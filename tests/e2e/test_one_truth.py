@@ -95,7 +95,17 @@ def scenario(seed: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(("device", "seed"), [("reference", 0), *(("cpu", s) for s in range(10))])
+@pytest.mark.parametrize(
+    ("device", "seed"),
+    [
+        ("reference", 0),
+        *(("cpu", seed) for seed in range(10)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("reference", 6), *(("cpu", s) for s in range(10, 16))]
+        ),
+    ],
+)
 def test_tokens_do_not_depend_on_company_chunks_preemption_or_cache(
     tiny_llama: Path, alone: list[list[int]], device: str, seed: int
 ) -> None:

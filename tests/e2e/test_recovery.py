@@ -56,6 +56,24 @@ def test_streams_go_on_when_engines_are_killed_and_the_request_that_does_it_is_f
     assert server.process.poll() is None
 
 
+@pytest.mark.slow  # the same as above, but no request is to blame
+def test_streams_go_on_when_the_engine_is_killed_from_outside(server: Server) -> None:
+    bodies = [body_of(number, max_tokens=150) for number in range(3)]
+    bodies.append(body_of(3, max_tokens=150, stream=False, n=2, logprobs=2))
+    with load(server, bodies) as undisturbed:
+        expected = undisturbed.answers()
+    engine = engine_pid(server)
+    with load(server, bodies) as disturbed:
+        disturbed.wait_for_events(20)
+        os.kill(engine, signal.SIGKILL)
+        answers = disturbed.answers()
+    assert [(item.status, item.text, item.reason, item.done) for item in answers] == [
+        (200, item.text, item.reason, True) for item in expected
+    ]
+    assert is_ready(server)
+    assert engine_pid(server) != engine
+
+
 @pytest.mark.slow  # in pieces: tests/server/test_run.py and tests/frontend/test_recovery.py
 def test_an_engine_that_dies_too_often_ends_the_server(tmp_path: Path) -> None:
     with serve(tmp_path / "log.txt", "--max-engine-restarts", "0") as server:

@@ -5,6 +5,7 @@ The table has one check for each field: adding a field without one fails.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
+from quire import LLM, AsyncLLM
 from quire.errors import ConfigError, GenerationError, RequestError, UnsupportedError
 from quire.outputs import FlatLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -376,6 +377,27 @@ def test_a_plugin_cannot_break_out_of_a_form(rig: Rig) -> None:
 def test_a_plugin_that_cannot_be_imported_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="logits processor mine cannot be imported from no_such_module:f"):
         LLM(logits_processors=["mine=no_such_module:f"]).close()
+
+
+@pytest.mark.slow  # starts a process
+def test_a_plugin_that_an_engine_process_cannot_import_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="logits processor mine cannot be imported from no_such_module:f"):
+        asyncio.run(generate_in_a_process("mine=no_such_module:f", SamplingParams()))
+
+
+@pytest.mark.slow  # starts a process
+def test_an_engine_process_has_plugins_too() -> None:
+    params = SamplingParams(
+        logits_processors=["only"], extra_args={"ids": [80, 81]}, mirostat=2, dry_multiplier=1.0, max_tokens=8
+    )
+    output = asyncio.run(generate_in_a_process(PLUGIN, params))
+    assert set(output.outputs[0].token_ids) <= {80, 81}
+
+
+async def generate_in_a_process(plugin: str, params: SamplingParams) -> RequestOutput:
+    options = {"max_model_len": 128, "num_gpu_blocks_override": 16}
+    async with AsyncLLM(engine="process", logits_processors=[plugin], **options) as llm:
+        return [output async for output in llm.generate(PROMPT, params)][-1]
 
 
 STATEFUL = [

@@ -168,26 +168,27 @@ def names_of(name: str, ask: Ask) -> list[str]:
     return [name] if len(ask.seeds) == 1 else [f"{name}-{index}" for index in range(len(ask.seeds))]
 
 
-_ALONE: dict[str, dict[str, Told]] = {}
+ALONE: dict[str, dict[str, Told]] = {}
+"""What `alone` has computed; the tests of each module begin with nothing (tests/e2e/conftest.py)."""
 
 
 def alone(model: Path | str, asks: Iterable[Ask], device: str = "cpu", **options: object) -> dict[str, Told]:
     """Return what each sequence of each request says with an engine to itself; requests are called by their numbers.
 
-    What was computed before is not computed again; callers must not change it.
+    What tests of the same module have computed before is not computed again; callers must not change it.
     """
     asks = list(asks)
     key = repr((model, asks, device, options))
-    if key not in _ALONE:
+    if key not in ALONE:
         driver = EngineDriver(model, device, enable_prefix_caching=False, **options)
-        _ALONE[key] = {
+        ALONE[key] = {
             name: driver.ask(name, ask.single(index))
             for number, ask in enumerate(asks)
             for index, name in enumerate(names_of(f"{number}", ask))
         }
         driver.check_all_free()
         driver.close()
-    return _ALONE[key]
+    return ALONE[key]
 
 
 def mingle(driver: EngineDriver, asks: list[Ask], rng: random.Random, *, twins: bool = False) -> None:

@@ -51,6 +51,12 @@ def test_edge_and_front_need_neither_torch_nor_numba(imported: dict[str, set[str
     assert {name: imported[name] & others for name in EDGE if imported[name] & others} == {}
 
 
+@pytest.mark.slow  # one interpreter for each module
+@pytest.mark.parametrize("name", [*PACKAGE, *CONTROL_PLANE, *EDGE])
+def test_each_module_can_be_the_first_one_imported(name: str):
+    run_python("-c", f"import {name}")
+
+
 def test_public_names_are_these():
     assert sorted(quire.__all__) == [
         "AsyncLLM",
@@ -79,38 +85,25 @@ def test_public_names_are_these():
         quire.no_such_name  # noqa: B018
 
 
-def run_tool(*words: str) -> None:
+def run_python(*words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_imports_point_down_the_layers():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from importlinter.cli import lint_imports_command; lint_imports_command()",
-            "--no-cache",
-        ],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache")
 
 
 def test_the_linter_has_nothing_to_say():
-    run_tool("ruff", "check", "--no-cache", ".")
+    run_python("-m", "ruff", "check", "--no-cache", ".")
 
 
 @pytest.mark.slow  # .ci/run does the same
 def test_the_types_are_sound():
-    run_tool("mypy")
+    run_python("-m", "mypy")
 
 
 def test_the_formatter_has_nothing_to_do():
-    run_tool("ruff", "format", "--no-cache", "--check", ".")
+    run_python("-m", "ruff", "format", "--no-cache", "--check", ".")
