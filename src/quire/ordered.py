@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
-WINDOW = 4  # items taken and not yet yielded, for each that is being worked on
+WINDOW = 4  # items taken and not yet yielded, for each that may run at a time
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -16,8 +16,8 @@ R = TypeVar("R")
 async def in_order(work: Callable[[T], Awaitable[R]], items: Iterable[T], concurrency: int) -> AsyncGenerator[R, None]:
     """Yield `await work(item)` for each item, in order, `concurrency` of them running at a time.
 
-    A slow item holds up at most `WINDOW` times as many others, whose results wait for it; further items are not taken
-    meanwhile. Closing the generator, or an error of `work`, cancels what is running.
+    At most `WINDOW * concurrency` items are taken and not yet yielded: while a slow item holds up as many, no further
+    ones are taken. Closing the generator, or an error of `work`, cancels what is running.
     """
     slots = asyncio.Semaphore(concurrency)
     pending: deque[asyncio.Task[R]] = deque()

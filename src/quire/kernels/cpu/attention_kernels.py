@@ -592,7 +592,7 @@ ATTEND_LATENT = ops_by_dtype("attend_latent", attend_latent)
 
 HALVES = SEGMENT // LANES
 ELEMENT, PAIR = 2, 4  # bytes
-FETCH_AHEAD = 64  # positions between int8 that are widened and those that are fetched: as long as memory takes
+PREFETCH_AHEAD = 64  # positions between int8 that are widened and those that are prefetched: as long as memory takes
 
 
 @jit
@@ -762,8 +762,8 @@ def widen_halves(args, table, head, base, low, high, keys, values, copies, zeros
         if position < high and position + LANES > low:
             values[half] = copies + (HALVES + half) * extent
             if direct:
-                if position + FETCH_AHEAD < high:
-                    prefetch_half(args, table, head, position + FETCH_AHEAD)
+                if position + PREFETCH_AHEAD < high:
+                    prefetch_half(args, table, head, position + PREFETCH_AHEAD)
                 widen_half(args, table, head, position, keys[half], values[half])
             else:
                 gather_half(args, table, head, position, low, high, keys[half], values[half])
@@ -816,7 +816,7 @@ def score_group(layout, prefetch_next, packed, row, rows, size, first, last, sco
 
 @jit
 def weighted_values(layout, weights, rows, padded, first, last, out, ahead, step):
-    """Write the weighted values [rows][padded] of a group of rows, while the keys at `ahead` are fetched."""
+    """Write the weighted values [rows][padded] of a group of rows, while the keys at `ahead` are prefetched."""
     _, values, _, width = layout
     for column in range(0, padded, TILE):
         value_tile(

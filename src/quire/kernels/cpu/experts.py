@@ -27,7 +27,7 @@ from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.interleave import ROW_GROUP, tile_height
 from quire.kernels.cpu.jit import Op, jit, op
 from quire.kernels.cpu.pointers import INT, f32_ptr, float64_from_bits, i64_ptr, intrinsic
-from quire.kernels.cpu.products import BLOCKS, ROWS, ROWS_IN, TILES, WHOLE, Stack, Weight, multiply
+from quire.kernels.cpu.products import BLOCKS, FULL_TILES, ROWS, ROWS_IN, TILES, Stack, Weight, multiply
 from quire.kernels.cpu.rows import copy_row
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
@@ -300,7 +300,7 @@ def group_pairs(args, first, last, scratch):
         if count > 0 or e == experts:
             records[at + EXPERT], records[at + FIRST], records[at + COUNT] = e, row, count
             records[at + ROWS], records[at + TILES] = rows, tiles
-            records[at + WHOLE], records[at + BLOCKS] = whole, blocks
+            records[at + FULL_TILES], records[at + BLOCKS] = whole, blocks
             at += RECORD
         if count > 0:
             counts[e] = row
@@ -393,7 +393,7 @@ class CPUExperts:
         """The splits of all instructions that may follow the grouping."""
         products = [RowSplit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
         pieces = RowSplit(ROWS, pieces_of(self.first.one.outputs // 2))
-        return tuple(dict.fromkeys((RowSplit(TILES, 1), RowSplit(WHOLE, 1), *products, pieces)))
+        return tuple(dict.fromkeys((RowSplit(TILES, 1), RowSplit(FULL_TILES, 1), *products, pieces)))
 
 
 def pack_experts(experts: Iterable[Expert], pack_linear: Callable[..., Weight]) -> CPUExperts:

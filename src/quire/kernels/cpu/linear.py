@@ -36,7 +36,7 @@ NO_GATE = -1
 
 # Arguments of all ops of float weights and of codes: the weight, its bias or 0, out, elements between its rows, number
 # of rows, kind of the gate's activation or NO_GATE. Then come those of the two groups below; codes have more.
-WEIGHT, BIAS, OUT, OUT_STEP, ROWS, GATE = range(6)
+WEIGHT, BIAS, OUT, OUT_STEP, ARG_ROWS, GATE = range(6)
 X, X_STEP, X_TILES, DEPTH = range(6, 10)  # x float32, elements between its rows, its whole tiles packed, its columns
 X_PAIRS, PAIRS = range(6, 8)  # x as tiles of pairs of bfloat16, pairs of a row
 
@@ -79,7 +79,7 @@ def product_items(multiply):
     def items(elements, args, first, last, scratch):
         out, stride, kind, tile = f32_ptr(args[OUT]), args[OUT_STEP], args[GATE], f32_ptr(scratch)
         for item in range(first, last):
-            column, start, stop = item_range(item, args[ROWS])
+            column, start, stop = item_range(item, args[ARG_ROWS])
             target, to, step = out, start * stride + column, stride
             if kind >= 0:
                 target, to, step = tile, 0, COLUMNS
@@ -124,7 +124,7 @@ def multiply_floats(w, args, column, start, stop, out, to, step, scratch):
 @jit
 def multiply_pairs(w, args, column, start, stop, out, to, step, scratch):
     """Do an item in pairs of bfloat16, see `product_items`."""
-    x, pairs, rows = u32_ptr(args[X_PAIRS]), args[PAIRS], args[ROWS]
+    x, pairs, rows = u32_ptr(args[X_PAIRS]), args[PAIRS], args[ARG_ROWS]
     at, next_vector, row = column * 2 * pairs, 32 * pairs, start
     resume = np.int64(args[BIAS] != 0)
     while row < stop:

@@ -23,7 +23,7 @@ from quire.checkpoint.tensor import Codes, HostTensor, QuantizedTensor, Tensor
 from quire.kernels.cpu.formats import COLUMNS, stack_biases, to_storage
 from quire.kernels.cpu.interleave import ROW_GROUP, gated_columns, tile_height
 from quire.kernels.cpu.jit import Op, jit, op_of
-from quire.kernels.cpu.linear import BIAS, DEPTH, PAIRS, ROWS, X_PAIRS, fill_bias, multiply_rows, product_items
+from quire.kernels.cpu.linear import ARG_ROWS, BIAS, DEPTH, PAIRS, X_PAIRS, fill_bias, multiply_rows, product_items
 from quire.kernels.cpu.linear_int import fill_by_rows, put_packed
 from quire.kernels.cpu.pointers import bf16_ptr, f32_ptr, i32_ptr, u8_ptr, u32_ptr
 from quire.kernels.cpu.simd import (
@@ -178,7 +178,7 @@ def multiply_code_pairs(w, args, column, start, stop, out, to, step, scratch):
 
     Nibbles need not be looked up anew for every row: the first tile leaves what it unpacks to the others.
     """
-    rows, pairs = args[ROWS], args[PAIRS]
+    rows, pairs = args[ARG_ROWS], args[PAIRS]
     sums, panel = f32_ptr(scratch + SUMS_AT), bf16_ptr(scratch + PANEL_AT)
     depth = PANEL if tile_height(rows - start) == 8 else 2 * pairs  # of what one tile alone reads nothing is kept
     for begin in range(0, 2 * pairs, depth):

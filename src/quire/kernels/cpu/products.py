@@ -23,9 +23,10 @@ from quire.kernels.cpu.sizes import DOT_ROWS, padded_rows
 from quire.kernels.cpu.threads import Launcher, address_of
 
 # Granularities: an instruction has one item or several for each row, each tile of up to DOT_ROWS rows, each whole tile
-# of TILE_ROWS rows, or each block of up to ROW_GROUP rows.
-ROWS, TILES, WHOLE, BLOCKS = range(3, 7)
-ROWS_IN = {ROWS: 1, TILES: DOT_ROWS, WHOLE: TILE_ROWS, BLOCKS: ROW_GROUP}
+# of TILE_ROWS rows, or each block of up to ROW_GROUP rows. The numbers are also the offsets of the counts of items
+# within an expert's record (experts.py).
+ROWS, TILES, FULL_TILES, BLOCKS = range(3, 7)
+ROWS_IN = {ROWS: 1, TILES: DOT_ROWS, FULL_TILES: TILE_ROWS, BLOCKS: ROW_GROUP}
 Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 
@@ -90,7 +91,7 @@ class Rows:
         self.launcher, self.count, self.row_count = launcher, count, count
 
     def capacity(self, granularity: int) -> int:
-        if granularity == WHOLE:
+        if granularity == FULL_TILES:
             return self.count // TILE_ROWS * TILE_ROWS
         return padded_rows(self.count) if granularity == TILES else self.count
 
@@ -101,7 +102,7 @@ class Rows:
         return getattr(stack.one, name)
 
     def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        parts = self.count // TILE_ROWS if granularity == WHOLE else -(-self.count // ROWS_IN[granularity])
+        parts = self.count // TILE_ROWS if granularity == FULL_TILES else -(-self.count // ROWS_IN[granularity])
         prefetched: dict[str, Any] = {}
         if stack is not None and parts == 1:
             data = stack.one.data
@@ -169,9 +170,9 @@ def _floats(
 ) -> np.ndarray:
     """Emit the packing of the rows that fill whole tiles, and the product of all in float32."""
     depth = one.inputs
-    packed = rows.rows_of(rows.launcher.empty((rows.capacity(WHOLE) * depth,)), 4 * depth)
+    packed = rows.rows_of(rows.launcher.empty((rows.capacity(FULL_TILES) * depth,)), 4 * depth)
     work = 4 * rows.count * depth
-    rows.emit(interleave_tiles_f32, *source, packed, depth, granularity=WHOLE, factor=1, work=work)
+    rows.emit(interleave_tiles_f32, *source, packed, depth, granularity=FULL_TILES, factor=1, work=work)
     product = FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
     return _product(rows, product, stack, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
 
