@@ -23,7 +23,7 @@ FORGED = "2026-11-22 02:00:00 ERROR quire: forged"
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(("json", "process"), marks=pytest.mark.slow), ("text", "inline")], ids="-".join
+    scope="module", params=[("json", "process"), pytest.param(("text", "inline"), marks=pytest.mark.slow)], ids="-".join
 )
 def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """The style of a log, and its lines after all kinds of requests were made."""

@@ -10,6 +10,8 @@ import contextlib
 import multiprocessing
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import IO, Any
 
 import httpx
@@ -62,13 +64,16 @@ class Process:
 
     def wait_for_status(self, status: str) -> None:
         """Wait until /health says so."""
-        while self.http.get("/health").json() != {"status": status}:
-            pass
+        self._wait_until(lambda: self.http.get("/health").json() == {"status": status})
 
     def wait_for_open(self, count: int) -> None:
         """Wait until so many requests are being worked on."""
-        while f"quire:http_requests_open {count:.1f}" not in self.http.get("/metrics").text:
-            pass
+        self._wait_until(lambda: f"quire:http_requests_open {count:.1f}" in self.http.get("/metrics").text)
+
+    def _wait_until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < deadline, "it did not come"
 
     def close(self) -> None:
         """Kill it if it still runs."""

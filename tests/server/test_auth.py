@@ -144,8 +144,9 @@ def test_nothing_opens_but_with_one_key(all_routes: LiveServer, method: str) -> 
     paths = {re.sub(r"{.*?}", "x", path) for path in all_routes.app.openapi()["paths"]}
     paths |= {"/openapi.json", "/docs", "/playground/state"}
     assert len(paths) > 40
-    for path in sorted(paths - OPEN_PATHS):
-        for spelling in SPELLINGS if method in ("GET", "POST") else SPELLINGS[:2]:
+    for number, path in enumerate(sorted(paths - OPEN_PATHS)):
+        others = SPELLINGS[2:] if method in ("GET", "POST") else [SPELLINGS[2 + number % (len(SPELLINGS) - 2)]]
+        for spelling in (*SPELLINGS[:2], *others):
             assert status(all_routes, method, spelling.format(path), b"") in (400, 401), (spelling, path)
         for head in HEADS:
             assert status(all_routes, method, path, head) in (400, 401), (head, path)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.server import Server
+from tests.helpers.server import Server, serve
 
 MODEL = "quire-demo"
 SECONDS = 15.0  # for an answer; it takes two and a half where nothing else goes on
@@ -125,6 +126,12 @@ SLOW = ("schema: conditions", "schema: const", "schema: names", "regex: million"
 @pytest.fixture(scope="module")
 def server(demo_server: Server) -> Server:
     return demo_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    with serve(tmp_path / "log.txt") as running:
+        yield running
 
 
 @contextmanager
@@ -260,7 +267,9 @@ def test_many_forms_and_clients_that_leave_leave_nothing(server: Server, count: 
     assert sum(process.memory_info().rss for process in after) - memory < MAX_GROWTH
 
 
-def test_a_killed_compiler_costs_no_request(server: Server) -> None:
+@pytest.mark.slow
+def test_a_killed_compiler_costs_no_request(own_server: Server) -> None:
+    server = own_server
     for number in range(2):
         for process in processes(server):
             ended = process.status() == psutil.STATUS_ZOMBIE  # not noticed yet
