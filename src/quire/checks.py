@@ -57,11 +57,15 @@ def check_list(name: str, value: Any, most: int) -> list[Any]:
     """Return `value` if it is a list of at most `most` items; raise `RequestError` naming the field otherwise."""
     if not isinstance(value, list | tuple):
         raise wrong_type(name, "a list", value)
-    if len(value) > most:
-        raise RequestError(
-            f"{name} may have at most {most} items, got {len(value)}", param=name, code="array_above_max_length"
-        )
+    _check_num_items(name, value, most)
     return list(value)
+
+
+def _check_num_items(where: str, items: Sequence[Any], most: int) -> None:
+    if len(items) > most:
+        raise RequestError(
+            f"{where} may have at most {most} items, got {len(items)}", param=where, code="array_above_max_length"
+        )
 
 
 def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENGTH) -> list[str]:
@@ -135,10 +139,8 @@ def list_items(
     """
     if not isinstance(value, list):
         raise wrong_type(where, expected, value)
-    if most is not None and len(value) > most:
-        raise RequestError(
-            f"{where} may have at most {most} items, got {len(value)}", param=where, code="array_above_max_length"
-        )
+    if most is not None:
+        _check_num_items(where, value, most)
     for index, item in enumerate(value):
         yield f"{where}[{index}]", item
 
@@ -157,7 +159,7 @@ class Fields:
         ignore_unknown: whether `only` lets unknown fields pass.
 
     Attributes:
-        given: the object as it was sent. values: its fields that are not null.
+        given: the object as it was sent, with null fields. values: its fields that are not null.
 
     Raises:
         RequestError: it is no object.

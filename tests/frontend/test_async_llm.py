@@ -9,6 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from quire import AsyncLLM, SamplingParams
@@ -23,9 +24,11 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind
+from quire.structured_outputs import StructuredOutputParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.test_output_processor import Listener
 from tests.helpers.errors import refused
@@ -607,6 +610,28 @@ def test_leaving_while_the_context_is_entered_closes_the_engine() -> None:
         assert client.closed and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+def test_close_ends_the_processes_that_compile_grammars() -> None:
+    compilers = GrammarCompiler()
+
+    def processes() -> int:
+        return sum("quire.frontend.grammars" in child.cmdline() for child in psutil.Process().children())
+
+    async def run() -> None:
+        llm, _ = fake_async_llm()
+        llm._grammars = compilers  # in the place of the one that all fake engines share
+        before = processes()
+        async with llm:
+            structured = StructuredOutputParams(regex="[xyz]{3}")
+            await text_of(llm.generate("a", SamplingParams(max_tokens=2, structured_outputs=structured)))
+            assert processes() == before + 1
+        assert processes() == before
+
+    try:
+        asyncio.run(run())
+    finally:
+        compilers.close()
 
 
 def test_unknown_options_are_refused() -> None:

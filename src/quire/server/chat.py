@@ -20,7 +20,7 @@ from quire.sampling.thinking import ThinkingBudget
 from quire.server.chat_message import ChoiceReader, delta, whole_message
 from quire.server.context import ModelContext, model_context
 from quire.server.field_names import Name
-from quire.server.generation import Chunk, Generation, check_stream_fields, recommended
+from quire.server.generation import Chunk, Generation, check_stream_fields
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
@@ -89,7 +89,7 @@ class ChatCompletion(Generation):
             changes["max_tokens"] = check_int("max_completion_tokens", body.max_completion_tokens, 1, INT64_MAX)
         elif body.max_tokens is None:
             # None: to the end of the context.
-            changes["max_tokens"] = recommended(self.context).get("max_tokens")
+            changes["max_tokens"] = self.context.llm.front_model.sampling_defaults.get("max_tokens")
         return self.request_params(**changes)
 
     async def render(self) -> list[int]:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import HTTPProblem, error_response
+from quire.server.errors import ErrorResponse, HTTPProblem
 from quire.server_config import ServerConfig
 
 METHODS = ("GET", "POST", "DELETE")
@@ -63,7 +63,7 @@ class CrossOrigin:
         elif self._headers and "*" not in self._headers and not self._headers.issuperset(names):
             refused = "one of these headers"
         if refused is not None:
-            return error_response(HTTPProblem(403, f"{refused} may not be used from a browser", code="not_allowed"))
+            return ErrorResponse(HTTPProblem(403, f"{refused} may not be used from a browser", code="not_allowed"))
         answer = {
             **self._common(origin),
             "Access-Control-Allow-Methods": method if "*" in self._methods else ", ".join(self._methods),

@@ -211,11 +211,6 @@ def _request_id(scope: Scope) -> str | None:
     return scope.get("state", {}).get("request_id")
 
 
-def error_response(error: QuireError) -> Response:
-    """Return the response for an error."""
-    return ErrorResponse(error)
-
-
 def error_event(error: QuireError, scope: Scope | None = None) -> bytes:
     """Return the event, or for Ollama the line, by which a stream that has begun reports an error.
 
@@ -236,7 +231,7 @@ def error_event(error: QuireError, scope: Scope | None = None) -> bytes:
 async def on_quire_error(request: Request, error: Exception) -> Response:
     """Exception handler of the app for every error raised on purpose."""
     assert isinstance(error, QuireError)
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -254,7 +249,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         problem = HTTPProblem(404, f"unknown URL ({where})", code="unknown_url")
     else:
         problem = HTTPProblem(error.status_code, f"bad request ({where})", code="invalid_request")
-    return error_response(problem)
+    return ErrorResponse(problem)
 
 
 def _methods_of(request: Request) -> list[str]:

@@ -16,7 +16,7 @@ from quire import logs
 from quire.errors import QuireError
 from quire.server.access_log import log_access, unlogged_paths
 from quire.server.context import ServerContext
-from quire.server.errors import HTTPProblem, error_response, retry_headers, shutting_down
+from quire.server.errors import ErrorResponse, HTTPProblem, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
 from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED, route_path
 
@@ -57,7 +57,7 @@ class Gate:
             if isinstance(problem, RateLimitError):
                 self._context.note_rejection("rate_limit")
             if not exchange.status:
-                await error_response(problem)(scope, receive, exchange.send)
+                await ErrorResponse(problem)(scope, receive, exchange.send)
         finally:
             self._record(scope, exchange)
 

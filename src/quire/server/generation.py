@@ -67,12 +67,6 @@ def refuse_unless_generating(context: ModelContext) -> None:
         )
 
 
-def recommended(context: ModelContext) -> Mapping[str, Any]:
-    """Return the model's recommended sampling values, for fields that a request leaves out."""
-    front = context.llm.front_model
-    return front.sampling_defaults
-
-
 def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> TextParams:
     """Return the sampling parameters of a request. Raises `RequestError` naming the field.
 
@@ -90,7 +84,8 @@ def request_params(context: ModelContext, body: GenerationRequest, **changes: An
         if value is not None and (type(value) not in map(type, neutral) or value not in neutral):
             raise RequestError(f"{name} needs use_beam_search to be true", param=name)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    params = SamplingParams(**with_recommended(recommended(context), {**given, **changes, "output_kind": kind}))
+    defaults = context.llm.front_model.sampling_defaults
+    params = SamplingParams(**with_recommended(defaults, {**given, **changes, "output_kind": kind}))
     _check_logprobs(params, context.config.model.max_logprobs)
     if params.logits_processors:
         _check_arguments(body)

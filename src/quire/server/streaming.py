@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import QuireError
 from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
-from quire.server.errors import HTTPProblem, error_event, error_response
+from quire.server.errors import ErrorResponse, HTTPProblem, error_event
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class EventStream(Response):
             if pulse is not None and (beating := pulse.pause()) is not None:
                 await beating
             if not self._started:
-                await error_response(error)(scope, receive, send)
+                await ErrorResponse(error)(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": error_event(error, scope), "more_body": True})
         finally:
