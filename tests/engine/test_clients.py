@@ -26,7 +26,9 @@ from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallRes
 from quire.engine.process import EngineProcess, ProcessClient, create_client
 from quire.engine.thread import ThreadClient
 from quire.engine_request import EngineRequest
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineAsleepError, EngineDeadError, ErrorData, QuireError
+from quire.frontend.async_llm import AsyncLLM
+from quire.sampling_params import SamplingParams
 from tests.engine.conftest import CONFIG, request
 from tests.helpers import faulty_engine
 from tests.helpers.faulty_engine import KILL, PACED
@@ -300,6 +302,35 @@ def test_a_client_that_does_not_read_is_disconnected_and_the_others_are_served(e
                 await until_idle(good)
                 good.send(request("good"))
                 assert len(await tokens_of(good, "good")) == 4
+
+    run(scenario())
+
+
+def test_what_one_client_puts_to_sleep_sleeps_for_all_and_any_wakes_it_up(engine: EngineProcess, folder: Path) -> None:
+    config = config_for(folder, skip_tokenizer_init=True)
+    greedy = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def finishes(llm: AsyncLLM) -> bool:
+        return [output async for output in llm.generate([1, 2, 3], greedy)][-1].finished
+
+    async def scenario() -> None:
+        first, second = (AsyncLLM(config, client=SocketClient(engine.connect())) for _ in range(2))
+        async with first, second:
+            await first.sleep()
+            with pytest.raises(EngineAsleepError):
+                await finishes(second)
+            assert first.is_sleeping and second.is_sleeping
+            async with connected(engine) as newcomer:  # which has heard nothing of it
+                newcomer.send(request("early"))
+                outputs = await newcomer.receive()
+                assert isinstance(outputs, EngineOutputs) and outputs.sleep_level == 1
+                assert outputs.outputs[0].error == ErrorData.of(
+                    EngineAsleepError("the engine is asleep; wake it up first")
+                )
+            await second.wake_up()
+            assert not second.is_sleeping and await finishes(second)
+            await first.call("stats")  # whatever came before has been read
+            assert not first.is_sleeping and await finishes(first)
 
     run(scenario())
 

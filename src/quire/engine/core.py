@@ -167,7 +167,7 @@ class EngineCore:
         )
 
     def send(self, message: EngineRequest | AbortRequests) -> None:
-        """Add a request, or abort some, at once. Raises `RequestError` as `add`."""
+        """Add a request, or abort some, at once. Raises `QuireError` as `add`."""
         if isinstance(message, AbortRequests):
             self.abort(message)
         else:
@@ -176,11 +176,12 @@ class EngineCore:
     def add(self, message: EngineRequest) -> None:
         """Queue a request, after its grammar was compiled if it has one.
 
-        Raises `RequestError` if a live request, or sequence, has the same id, the numbers of its sequences and
-        seeds differ, or the engine is asleep.
+        Raises:
+            EngineAsleepError: the engine is asleep.
+            RequestError: a live request, or sequence, has the same id; it has more, or fewer, sequences than seeds.
         """
         if self.sleep_level:
-            raise RequestError("the engine is asleep; wake it up first", code="engine_asleep")
+            raise EngineAsleepError("the engine is asleep; wake it up first")
         if self._pools != (message.pooling is not None):
             made = "vectors or scores and generates no text" if self._pools else "text and pools nothing"
             raise RequestError(f"this engine's model makes {made}", param="model", code="unsupported_endpoint")
@@ -303,7 +304,7 @@ class EngineCore:
 
     def snapshot(self, outputs: list[SequenceOutput] | None = None) -> EngineOutputs:
         """Return the current stats, with outputs that no step has made, if any."""
-        return EngineOutputs(outputs=outputs or [], stats=self.scheduler.stats(), timestamp=self.clock())
+        return EngineOutputs(outputs or [], self.scheduler.stats(), self.clock(), self.sleep_level)
 
     def call(self, method: str, arguments: Mapping[str, int | bool | str] | None = None) -> dict[str, Any]:
         """Run an operation between steps; return its result, JSON-like.

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, ToEngine
 from quire.engine_request import EngineRequest
-from quire.errors import ErrorData, QuireError, RequestError
+from quire.errors import ErrorData, QuireError
 from quire.step import SchedulerOutput, SequenceOutput
 
 
@@ -23,7 +25,7 @@ class Clients(Protocol):
 
     @property
     def connected(self) -> list[int]:
-        """All clients; they are sent the stats when the engine becomes idle."""
+        """All clients; they are sent the state of the engine when it becomes idle, falls asleep or wakes up."""
 
     @property
     def closed(self) -> bool:
@@ -108,13 +110,13 @@ def apply(
 ) -> None:
     """Carry out a client's message, and answer it.
 
-    A request that the scheduler refuses gets its "error" here: one bad message must not end the loop.
+    A request that the engine refuses gets its "error" here: one bad message must not end the loop.
     """
     match message:
         case EngineRequest():
             try:
                 core.add(message)
-            except RequestError as error:
+            except QuireError as error:
                 problem = ErrorData.of(error)
                 outputs = [
                     SequenceOutput(sequence_id, [], finish_reason="error", error=problem)
@@ -126,7 +128,14 @@ def apply(
         case AbortRequests():
             core.abort(AbortRequests(owners.remove(client_index, message.request_ids)))
         case Call():
-            _call(core, message, lambda result: clients.send(client_index, result))
+            level = core.sleep_level
+
+            def send(result: CallResult) -> None:
+                if core.sleep_level != level:  # before the result: whoever has that knows the state
+                    _send(clients, {}, core.snapshot(), to_all=True)
+                clients.send(client_index, result)
+
+            _call(core, message, send)
         case None:
             core.abort(AbortRequests(owners.remove(client_index, owners.owned_by(client_index))))
 
@@ -181,9 +190,9 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
 
 
 def _send(clients: Clients, split: dict[int, list[SequenceOutput]], step: EngineOutputs, *, to_all: bool) -> None:
-    """Send each client its outputs of a step; `to_all`: those without any are sent the stats."""
+    """Send each client its outputs of a step; `to_all`: those without any are sent the state of the engine."""
     for client_index in clients.connected if to_all else split:
-        clients.send(client_index, EngineOutputs(split.get(client_index, []), step.stats, step.timestamp))
+        clients.send(client_index, msgspec.structs.replace(step, outputs=split.get(client_index, [])))
 
 
 def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[SchedulerOutput]], None]:

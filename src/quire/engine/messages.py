@@ -89,11 +89,15 @@ def check_sleep_level(level: int) -> None:
 
 
 class EngineOutputs(msgspec.Struct, tag=True):
-    """The outputs of one step for one client. `stats` are of the whole engine."""
+    """The outputs of one step for one client. `stats` are of the whole engine, and so is `sleep_level`: 0 is awake.
+
+    One without outputs tells all clients that the engine has become idle, fallen asleep or woken up.
+    """
 
     outputs: list[SequenceOutput]
     stats: SchedulerStats
     timestamp: float
+    sleep_level: int = 0
 
 
 class CallResult(msgspec.Struct, tag=True):

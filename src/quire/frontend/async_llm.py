@@ -134,7 +134,7 @@ class AsyncLLM:
         self.max_num_queued_reqs = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_lock = asyncio.Lock()
-        self._sleep_level = 0  # 0 awake, 1 without KV cache, 2 without weights
+        self._sleep_level = 0  # the engine's as it was last told, or what a call under way asks for
         self._max_num_queued_tokens = (
             limits.max_num_queued_tokens or self.max_num_queued_reqs * limits.max_num_batched_tokens
         )
@@ -536,18 +536,18 @@ class AsyncLLM:
             except QuireError:  # if the caller is cancelled, the engine sleeps all the same
                 self._sleep_level = before
                 raise
+            self._sleep_level = int(answer["level"])
             return int(answer["freed"])
 
     async def wake_up(self) -> None:
         """Allocate again what `sleep` has freed. Raises `QuireError`, and goes on sleeping, if it is not free."""
         async with self._sleep_lock:
-            if self._sleep_level:
-                await self.call("wake_up")
-                self._sleep_level = 0
+            await self.call("wake_up")  # whoever has put it to sleep
+            self._sleep_level = 0
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it was put to sleep and not woken up since."""
+        """Whether the engine was put to sleep, by any of its clients, and not woken up since."""
         return self._sleep_level > 0
 
     async def check_health(self) -> None:
@@ -579,7 +579,7 @@ class AsyncLLM:
                 if isinstance(message, CallResult):
                     self._answer(message)
                 else:
-                    self._stats = message.stats
+                    self._stats, self._sleep_level = message.stats, message.sleep_level
                     self._started().process(message)
         except EngineDeadError as error:
             self._die(error)

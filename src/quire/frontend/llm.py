@@ -87,7 +87,6 @@ class LLM:
         self._requests = RequestProcessor(front_model, engine.ready, engine.send, seed=config.model.seed)
         self._grammars = GrammarCompiler()
         self._num_requests = 0
-        self._sleep_level = 0
 
     def generate(
         self,
@@ -339,7 +338,7 @@ class LLM:
     ) -> list[RequestState]:
         """Run requests to their end; return their states in the same order."""
         engine = self._open_engine()
-        if self._sleep_level:
+        if engine.sleep_level:
             raise EngineAsleepError("this LLM is asleep; call wake_up() first")
         priorities = one_each(priority, len(inputs), "priority")
         tenants = one_each(tenant, len(inputs), "tenant")
@@ -446,7 +445,7 @@ class LLM:
             RequestError: there is no such level.
         """
         check_sleep_level(level)
-        self._sleep_level = self._open_engine().call("sleep", {"level": level})["level"]
+        self._open_engine().call("sleep", {"level": level})
 
     def wake_up(self) -> None:
         """Allocate again what `sleep` has freed; outputs are as before. Does nothing for one that is awake.
@@ -454,12 +453,12 @@ class LLM:
         Raises:
             QuireError: the memory is not free any more; this LLM goes on sleeping then.
         """
-        self._sleep_level = self._open_engine().call("wake_up")["level"]
+        self._open_engine().call("wake_up")
 
     @property
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and no `wake_up` after it."""
-        return self._sleep_level > 0
+        return self._engine is not None and self._engine.sleep_level > 0
 
     def close(self) -> None:
         """Release the model and its memory. Later calls do nothing."""

@@ -56,7 +56,8 @@ class RequestProcessor:
         """Register a request and send what `inputs.build` made of it. `notify` as in `RequestState`.
 
         Raises:
-            RequestError: an unfinished request has this id, or the engine refuses it.
+            RequestError: an unfinished request has this id.
+            QuireError: an engine in the same thread refuses it. Another engine answers with an output that has the error.
         """
         state = self.outputs.add(request_id, prompt_text(prompt), engine_requests, params, notify)
         try:
