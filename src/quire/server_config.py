@@ -233,6 +233,11 @@ class ServerConfig:
         check_rules(rules)
 
     @property
+    def path_prefix(self) -> str:
+        """`root_path` as it stands before paths: without a slash at its end."""
+        return self.root_path.rstrip("/")
+
+    @property
     def local(self) -> bool:
         """Whether only this machine reaches the server."""
         if self.uds is not None or self.host == "localhost":

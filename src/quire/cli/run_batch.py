@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from quire.server.batches import Batch
 
 STDIO = "-"
-MAX_PROMPTS = 256  # of one request
 PROGRESS_SECONDS = 10.0
 SPOOL_BYTES = 64 * 2**20
 
@@ -58,7 +57,6 @@ def run(values: dict[str, Any]) -> int:
     options: BatchOptions = options_from(BatchOptions, values)
     config = engine_config(values)
     concurrency = options.max_concurrency or READY_PER_RUNNING * config.scheduler.max_num_seqs
-    config = with_long_queues(config, (concurrency + 1) * MAX_PROMPTS)
     logs.setup(options_from(LogOptions, values).log_level)
     _check_files(options)
     output = None if options.output == STDIO else options.output
@@ -104,7 +102,9 @@ async def _answer_all(
     """Answer all requests; return how many there were, and how many of them failed."""
     from quire.server.app import build_app  # heavy: only once the options are known to be good
     from quire.server.batches import Batch
+    from quire.server.generation import MAX_PROMPTS
 
+    config = with_long_queues(config, (concurrency + 1) * MAX_PROMPTS)
     async with started_llm(config) as llm:
         limit = config.server.max_body_bytes
         app = build_app(llm, config)

@@ -30,7 +30,7 @@ class CrossOrigin:
 
     def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
         self._app = app
-        self._root_path = server.root_path.rstrip("/")
+        self._root_path = server.path_prefix
         self._origins = frozenset(server.allowed_origins)
         self._methods = tuple(method.upper() for method in server.allowed_methods) or METHODS
         self._headers = frozenset(header.lower() for header in server.allowed_headers)

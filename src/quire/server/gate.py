@@ -34,7 +34,7 @@ class Gate:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
         self._context = context
-        self._root_path = context.config.server.root_path.rstrip("/")
+        self._root_path = context.config.server.path_prefix
         self._unlogged = unlogged_paths(context.config.server.disable_access_log_for, UNLOGGED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -125,10 +125,9 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
 def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: float) -> uvicorn.Config:
     """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
     limit = server.max_connections or default_connections()
-    root_path = server.root_path.rstrip("/")
     options = uvicorn.Config(
         app,
-        http=functools.partial(BoundedHttpProtocol, max_connections=limit, root_path=root_path),  # type: ignore[arg-type]
+        http=functools.partial(BoundedHttpProtocol, max_connections=limit, root_path=server.path_prefix),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
