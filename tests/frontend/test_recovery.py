@@ -423,7 +423,7 @@ def test_a_lone_request_that_kills_engines_is_ended() -> None:
         assert isinstance(error, GenerationError)
         assert error.code == "request_killed_engine"
         assert len(joined(outputs)["token_ids"]) == 5
-        assert (world.num_deaths, llm.num_condemned) == (2, 1)
+        assert (world.num_deaths, llm.num_poison_requests) == (2, 1)
         assert joined(await outputs_of(await llm.submit("x", params())))["finish_reason"] == "length"
 
     in_world(test)
@@ -459,7 +459,7 @@ def test_whoever_is_aborted_while_on_trial_makes_room() -> None:
         world.client.resume()
         for stream in streams[1:]:
             assert joined(await outputs_of(stream))["finish_reason"] == "length"
-        assert llm.num_condemned == 0
+        assert llm.num_poison_requests == 0
 
     in_world(test)
 
@@ -484,7 +484,7 @@ def stories(draw: st.DrawFn, most_token: int = 60) -> Story:
 
 
 def tell(story: Story) -> tuple[int, int]:
-    """Run a story and check who ended how; return the number of deaths, and of those condemned."""
+    """Run a story and check who ended how; return the number of deaths, and of poison requests."""
     names = [f"r{index}" for index in range(len(story.lengths))]
     asks = {
         name: (f"prompt {name}", params(max_tokens=length, n=n))
@@ -513,7 +513,7 @@ def tell(story: Story) -> tuple[int, int]:
                     else:
                         assert mine == right
             assert not llm.errored
-            return world.num_deaths, llm.num_condemned
+            return world.num_deaths, llm.num_poison_requests
 
     return asyncio.run(run())
 
@@ -521,13 +521,13 @@ def tell(story: Story) -> tuple[int, int]:
 @settings(max_examples=20, deadline=None)
 @given(stories())
 def test_the_innocent_complete_and_the_guilty_are_found(story: Story) -> None:
-    deaths, condemned = tell(story)
-    assert deaths <= (1 + 2 * condemned if condemned else 0)
+    deaths, poison = tell(story)
+    assert deaths <= (1 + 2 * poison if poison else 0)
 
 
 @settings(max_examples=10, deadline=None)
 @given(stories(most_token=7))
 def test_those_that_kill_at_once_are_found_with_a_death_each(story: Story) -> None:
     story.max_num_seqs = 64
-    deaths, condemned = tell(story)
-    assert deaths <= (2 + condemned if condemned else 0)
+    deaths, poison = tell(story)
+    assert deaths <= (2 + poison if poison else 0)

@@ -200,7 +200,7 @@ def test_nothing_is_left_of_a_storm(stormy: LiveServer, engines: Engines, num_de
     assert not {name: count for name, count in stormy.do(lambda: held(stormy)).items() if count}
     latest = engines.clients[-1].engine if engines.clients else stormy.engine
     assert stormy.do(lambda: latest.live) == []
-    assert len(engines.clients) == num_deaths and stormy.llm.num_condemned == 0
+    assert len(engines.clients) == num_deaths and stormy.llm.num_poison_requests == 0
     store = stormy.context.responses
     assert store.num_stored <= 50 and store.size == sum([item.size for item in store._finished.values()])
     after = census(stormy)

@@ -584,8 +584,8 @@ class AsyncLLM:
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # task boundary: it ends every stream
-            logger.exception("the front end failed")
-            self._die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
+            logger.exception("the frontend failed")
+            self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}"))
 
     def _refresh_stats(self) -> None:
         """Request new numbers: an idle engine sends nothing, so those of its last step would stay."""
@@ -710,9 +710,9 @@ class AsyncLLM:
         return self._client.num_restarts
 
     @property
-    def num_condemned(self) -> int:
+    def num_poison_requests(self) -> int:
         """Requests that were ended because they killed engines."""
-        return self._client.num_condemned
+        return self._client.num_poison_requests
 
     @property
     def last_recovery_seconds(self) -> float | None:

@@ -36,13 +36,13 @@ class Quarantine:
 
     Attributes:
         isolated: the request that runs alone in the engine; None: all requests run.
-        num_poison: poison requests found so far.
+        num_poison_requests: poison requests found so far.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self.isolated: str | None = None
-        self.num_poison = 0
+        self.num_poison_requests = 0
         self._suspects: dict[str, _Suspect] = {}
         self._queue: list[str] = []  # quarantined requests that still wait to be isolated
         self._deaths: list[tuple[float, frozenset[str]]] = []
@@ -69,7 +69,7 @@ class Quarantine:
                 suspect.cleared_at = progress[0] + CLEARED_TOKENS * progress[1]
         poison = self._only_cause(working_on, isolated)
         if poison is not None:
-            self.num_poison += 1
+            self.num_poison_requests += 1
             self._forget(poison)
             self._deaths = [item for item in self._deaths if poison not in item[1]]  # it explains these deaths
             self._poison_found_at = now

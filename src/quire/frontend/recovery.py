@@ -98,9 +98,9 @@ class SupervisedClient:
         return 0.0 if self.recovering else self._client.stalled_for()
 
     @property
-    def num_condemned(self) -> int:
+    def num_poison_requests(self) -> int:
         """Requests that were ended because they had killed engines."""
-        return self._quarantine.num_poison
+        return self._quarantine.num_poison_requests
 
     async def start(self) -> Ready:
         """Wait for the first engine. Raises `QuireError` if it cannot start."""

@@ -194,8 +194,8 @@ class ModelMetrics:
     def attach(self, llm: AsyncLLM | None) -> None:
         """Take the scheduler's gauges and counters from this engine from now on; from none while there is none."""
         if self._llm is not None and self._llm is not llm:
-            restarts, condemned = self._before
-            self._before = (restarts + self._llm.num_restarts, condemned + self._llm.num_condemned)
+            restarts, poison = self._before
+            self._before = (restarts + self._llm.num_restarts, poison + self._llm.num_poison_requests)
         self._llm = llm
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
@@ -343,9 +343,9 @@ class ModelMetrics:
         gauge = self._gauge
         up = llm is not None and llm.ready and not llm.recovering
         yield gauge("quire:engine_up", "1 while an engine accepts requests.", up)
-        restarts, condemned = self._before
+        restarts, poison = self._before
         if llm is not None:
-            restarts, condemned = restarts + llm.num_restarts, condemned + llm.num_condemned
+            restarts, poison = restarts + llm.num_restarts, poison + llm.num_poison_requests
             text = "1 while a dead engine is being replaced."
             yield gauge("quire:engine_recovering", text, llm.recovering)
             text = "1 once an engine has died and will not be replaced."
@@ -357,7 +357,7 @@ class ModelMetrics:
                 text = "How long the last replacement of an engine took."
                 yield gauge("quire:engine_last_recovery_seconds", text, llm.last_recovery_seconds)
         yield self._count("quire:engine_restarts", "Number of replaced engines.", restarts)
-        yield self._count("quire:requests_condemned", "Requests that killed engines.", condemned)
+        yield self._count("quire:requests_condemned", "Requests that killed engines.", poison)
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
         gauge = self._gauge
