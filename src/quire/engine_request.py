@@ -1,6 +1,6 @@
-"""`EngineRequest`: one request as it travels from the front end to the worker, and its parts.
+"""`EngineRequest`: one request as it travels from the frontend to the worker, and its parts.
 
-The front end builds it, and keeps it in case that another engine must continue it. The engine gives it to the
+The frontend builds it, and keeps it in case that another engine must continue it. The engine gives it to the
 scheduler, whose `Request` has it as `engine_request`, and the worker gets it with each new sequence
 (`step.NewSequenceData`). Its fields are restated nowhere: whoever does not read a part passes it on. Nothing here knows
 text, queues or arrays.

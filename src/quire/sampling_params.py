@@ -82,7 +82,7 @@ class Option:
         names: other interfaces that know the field, each as "interface", or "interface.name" where it has another name.
         affects: what of a result it changes: the "text", the "number" of texts, their "logprobs", the "prompt", or
             the "prompt_logprobs".
-        front_end: the front end alone acts on it; the engine gets the default.
+        frontend: the frontend alone acts on it; the engine gets the default.
         token_ids: the value has token ids, which must be in the vocabulary.
         tokenizer: a value other than the default needs a tokenizer.
         optional: whether None is a value (by the field's type).
@@ -94,7 +94,7 @@ class Option:
     refused: str = ""
     names: tuple[str, ...] = ()
     affects: str = "text"
-    front_end: bool = False
+    frontend: bool = False
     token_ids: bool = False
     tokenizer: bool = False
     optional: bool = False
@@ -290,7 +290,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _integer(1, MAX_N),
             "Number of completions per prompt; with beam search, of beams.",
             affects="number",
-            front_end=True,
+            frontend=True,
         ),
     ] = 1
     best_of: Annotated[
@@ -299,7 +299,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _integer(1, MAX_N),
             "Number of completions to generate, of which the n most likely are returned.",
             affects="number",
-            front_end=True,
+            frontend=True,
         ),
     ] = None
     presence_penalty: Annotated[
@@ -401,9 +401,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncate_prompt_tokens: Annotated[
         int | None, Option(_integer(1), "Keep only this number of tokens at the end of the prompt.", affects="prompt")
     ] = None
-    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, front_end=True)] = (
-        None
-    )
+    structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, frontend=True)] = None
     thinking_token_budget: Annotated[
         int | None, Option(_integer_or_unset(-1), "Maximum number of reasoning tokens.")
     ] = None
@@ -416,7 +414,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: Annotated[
         bool, Option(check_bool, "Keep the spaces that a tokenizer adds around special tokens.", needs=("detokenize",))
     ] = True
-    stream_interval: Annotated[int | None, Option(_integer(1), front_end=True)] = None
+    stream_interval: Annotated[int | None, Option(_integer(1), frontend=True)] = None
     logprob_token_ids: Annotated[
         list[int] | None,
         Option(
@@ -441,7 +439,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     flat_logprobs: Annotated[
         bool,
         Option(
-            check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"), affects="logprobs", front_end=True
+            check_bool, needs=("logprobs", "logprob_token_ids", "prompt_logprobs"), affects="logprobs", frontend=True
         ),
     ] = False
     skip_reading_prefix_cache: Annotated[bool, Option(check_bool)] = False
@@ -720,8 +718,8 @@ NEEDS = {name: option.needs for name, option in OPTIONS.items() if option.needs}
 _CHECKS = _checks_of(OPTIONS)
 _BEAM_CHECKS = _checks_of(_options_of(BeamSearchParams))
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
-# Changes that take the front end's own options, or the log-probabilities of the prompt, out of a request.
-WITHOUT_FRONT_END = {name: DEFAULTS[name] for name, option in OPTIONS.items() if option.front_end}
+# Changes that take the frontend's own options, or the log-probabilities of the prompt, out of a request.
+WITHOUT_FRONTEND = {name: DEFAULTS[name] for name, option in OPTIONS.items() if option.frontend}
 WITHOUT_PROMPT_LOGPROBS = {
     name: DEFAULTS[name] for name, option in OPTIONS.items() if option.affects == "prompt_logprobs"
 }

@@ -259,7 +259,7 @@ def test_a_model_that_is_not_there() -> None:
         LLM("/nowhere/at/all")
 
 
-# What the front end reads of a model folder.
+# What the frontend reads of a model folder.
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def processor_of(front: Any) -> Any:
     return InputProcessor(front, FakeEngine(vocab_size=500).ready)
 
 
-def test_the_front_end_reads_a_model_folder(model_folder: Path) -> None:
+def test_the_frontend_reads_a_model_folder(model_folder: Path) -> None:
     front = load(model_folder)
     assert front.tokenizer.decode(front.tokenizer.encode("fox")) == "fox"
     assert front.template().render([{"role": "user", "content": "hi"}]) == "hi"

@@ -1,4 +1,4 @@
-"""The front end on a real engine, in the same process and in another: same texts, nothing left after a disconnect."""
+"""The frontend on a real engine, in the same process and in another: same texts, nothing left after a disconnect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A stand-in for the engine that generates deterministic tokens, for tests of everything in front of it.
 
 `FakeEngine` has the interface of `EngineCore`, `FakeClient` that of `EngineClient`. `fake_async_llm()` and
-`fake_llm()` put the real front end on top of them, with a small tokenizer and chat template made on the spot.
+`fake_llm()` put the real frontend on top of them, with a small tokenizer and chat template made on the spot.
 By default a request answers with letters and spaces that depend on its prompt and seed; `reply_with` scripts answers.
 """
 

@@ -66,7 +66,7 @@ def _parse_module(spec: str) -> LoRAModule:
 
 
 class AdapterRegistry:
-    """The adapters of one model, for a front end in asyncio.
+    """The adapters of one model, for a frontend in asyncio.
 
     Args:
         call: runs an operation of the engine.

@@ -1,4 +1,4 @@
-"""`FrontModel`: config, tokenizer and chat template of a model, which the front end loads while the engine starts.
+"""`FrontModel`: config, tokenizer and chat template of a model, which the frontend loads while the engine starts.
 
 It also derives from them what the message of a request may contain, and what constrains its tokens.
 """
@@ -43,7 +43,7 @@ class OutputConstraints:
 
 @dataclass(frozen=True, slots=True)
 class FrontModel:
-    """A model as the front end sees it.
+    """A model as the frontend sees it.
 
     Attributes:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.

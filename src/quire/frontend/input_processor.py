@@ -28,7 +28,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
     DRY_SEQUENCE_BREAKERS,
     OPTIONS,
-    WITHOUT_FRONT_END,
+    WITHOUT_FRONTEND,
     WITHOUT_PROMPT_LOGPROBS,
     BeamSearchParams,
     RequestOutputKind,
@@ -42,7 +42,7 @@ TOKENIZER_OPTIONS = [name for name, option in OPTIONS.items() if option.tokenize
 BEAM_OPTIONS = [
     name
     for name in BeamSearchParams.__struct_fields__
-    if name in OPTIONS and OPTIONS[name].affects == "text" and not OPTIONS[name].front_end
+    if name in OPTIONS and OPTIONS[name].affects == "text" and not OPTIONS[name].frontend
 ]
 CHECKED_AT_ONCE = 65536
 MAX_SALT_LENGTH = 1024
@@ -54,7 +54,7 @@ class InputProcessor:
     """Checks and tokenizes requests for one model.
 
     Args:
-        model: the model as the front end sees it. ready: the engine that serves it.
+        model: the model as the frontend sees it. ready: the engine that serves it.
         seed: seeds of requests that bring none follow from it, in order; None draws unpredictable ones.
 
     Attributes:
@@ -331,7 +331,7 @@ def _params_of_one(params: SamplingParams) -> SamplingParams:
         return params
     ranked = params.num_sequences > params.n and not params.returns_logprobs
     # The engine gets the grammar; the schema it was compiled from may be large. The front shapes the outputs.
-    return params.clone(**WITHOUT_FRONT_END, logprobs=0 if ranked else params.logprobs)
+    return params.clone(**WITHOUT_FRONTEND, logprobs=0 if ranked else params.logprobs)
 
 
 def _params_of_beams(params: BeamSearchParams) -> SamplingParams:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine_request import EngineRequest, ResumedSequence
-from quire.sampling_params import WITHOUT_FRONT_END, WITHOUT_PROMPT_LOGPROBS
+from quire.sampling_params import WITHOUT_FRONTEND, WITHOUT_PROMPT_LOGPROBS
 
 REST = "/rest"  # suffix of the id of a request, of which some sequences have tokens: the others
 
@@ -33,7 +33,7 @@ def remaining(request: EngineRequest, sequences: Mapping[str, ResumedSequence]) 
     found = []
     if started:
         # The log-probabilities of the prompt were delivered.
-        params = request.sampling_params.clone(**WITHOUT_FRONT_END, **WITHOUT_PROMPT_LOGPROBS)
+        params = request.sampling_params.clone(**WITHOUT_FRONTEND, **WITHOUT_PROMPT_LOGPROBS)
         resumed = [
             ResumedSequence([*item.token_ids], item.sampler_state) for item in (sequences[n] for n, _ in started)
         ]

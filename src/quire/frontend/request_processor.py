@@ -57,7 +57,7 @@ class RequestProcessor:
 
         Raises:
             RequestError: an unfinished request has this id.
-            QuireError: an engine in the same thread refuses it. Another engine answers with an output that has the error.
+            QuireError: an engine in the same thread refuses it; another one answers with an output that has the error.
         """
         state = self.outputs.add(request_id, prompt_text(prompt), engine_requests, params, notify)
         try:

@@ -1,4 +1,4 @@
-"""The events that the front end reports to listeners (metrics, logs, benchmarks), and the estimate of TTFT by them."""
+"""The events that the frontend reports to listeners (metrics, logs, benchmarks), and the estimate of TTFT by them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FinishedRequest:
 
 
 class StatListener(Protocol):
-    """Receives events; called on the thread of the front end, so it must be quick and must not raise."""
+    """Receives events; called on the thread of the frontend, so it must be quick and must not raise."""
 
     def on_step(self, stats: SchedulerStats, num_prompt_tokens: int, num_generation_tokens: int) -> None:
         """Report a step: tokens of the prompts it completed, and tokens it generated."""

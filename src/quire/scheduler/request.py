@@ -172,7 +172,7 @@ class Sequence:
 
 
 class Request:
-    """A live request: its `engine_request`, as the front end sent it, and the scheduler's state of it.
+    """A live request: its `engine_request`, as the frontend sent it, and the scheduler's state of it.
 
     A resumed one has all its sequences from the start, with tokens that are not computed, as if it had been preempted.
 

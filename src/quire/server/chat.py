@@ -138,7 +138,7 @@ class ChatCompletion(Generation):
         return msgspec.structs.replace(spec, structured_outputs=form)
 
     def field_names(self) -> dict[str, Name]:
-        """As `Generation.field_names`. The front end numbers the tools that may be called, a client all of them."""
+        """As `Generation.field_names`. The frontend numbers the tools that may be called, a client all of them."""
         places = self.tools.places
         names = {**super().field_names(), r"tools\[(\d+)\]": lambda found: f"tools[{places[int(found[1])]}]"}
         if self.structured_output is None:

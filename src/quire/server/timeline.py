@@ -183,7 +183,7 @@ class RequestRecord:
                     if llm is not None and llm.ready:
                         timelines[timings.engine_id] = await llm.call("timeline", **_engine_arguments(timings))
         except (QuireError, TimeoutError):
-            return timelines  # the engine is dead or busy: for now there is only the front end's part
+            return timelines  # the engine is dead or busy: for now there is only the frontend's part
         if self.ended is not None:
             self._engine_timelines = msgspec.msgpack.encode(timelines)  # a tenth of the objects' memory
         return timelines

@@ -185,7 +185,7 @@ def drive(
 def message_of(
     request: TraceRequest, prompt: list[int], params: dict[int, SamplingParams] | None = None
 ) -> EngineRequest:
-    """Return the request as the front end would send it; `params` caches sampling options by number of tokens."""
+    """Return the request as the frontend would send it; `params` caches sampling options by number of tokens."""
     length = request.num_output_tokens
     params = {} if params is None else params
     if length not in params:

@@ -35,7 +35,7 @@ _LIMIT_WORDS = ("too large", "too big", "too many", "too deeply", "fuel", "max i
 
 def parser_limits() -> llguidance.LLParserLimits:
     """Return the limits for compiling and following a grammar; a request that exceeds them fails alone."""
-    import llguidance  # here, so that a front end that compiles nothing does not load it
+    import llguidance  # here, so that a frontend that compiles nothing does not load it
 
     return llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
@@ -72,7 +72,7 @@ def grammar_failed(problem: str) -> ErrorData:
 
 def problem_of(grammar: str) -> str:
     """Return what llguidance finds wrong with a grammar, or that it exceeds the limits; empty if nothing."""
-    import llguidance  # here, so that a front end that compiles nothing does not load it
+    import llguidance  # here, so that a frontend that compiles nothing does not load it
 
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits())
     return messages[0] if failed else ""
@@ -100,7 +100,7 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     Raises:
         RequestError: "invalid_grammar" with line and column, or "grammar_too_complex".
     """
-    import llguidance  # here, so that a front end that compiles nothing does not load it
+    import llguidance  # here, so that a frontend that compiles nothing does not load it
 
     check_length(len(text), MAX_GRAMMAR_CHARS, param)
     if not text.strip():
@@ -134,7 +134,7 @@ def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured
     Raises:
         RequestError: "invalid_grammar" with the position, or "grammar_too_complex".
     """
-    import llguidance  # here, so that a front end that compiles nothing does not load it
+    import llguidance  # here, so that a frontend that compiles nothing does not load it
 
     check_length(len(pattern), MAX_REGEX_CHARS, param)
     if "\0" in pattern:
