@@ -131,7 +131,8 @@ class TransferOp(IntEnum):
     COPY = 0  # device block `block_id` to device block `key`
     STORE = 1  # device block `block_id` to the tier
     LOAD = 2  # from the tier to device block `block_id`
-    CLEAR = 3  # the tier drops all its blocks
+    DROP = 3  # the tier drops what it has in `key`, now and after a restart
+    CLEAR = 4  # the tier drops all its blocks
 
 
 class BlockTransfer(msgspec.Struct, array_like=True):

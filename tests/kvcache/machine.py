@@ -392,10 +392,12 @@ class Machine:
     def move(self) -> None:
         """Do the transfers one after the other, as the contract says."""
         for each in self.kv.take_transfers():
-            assert each.block_id not in self.pending or each.op is TransferOp.CLEAR
+            assert each.block_id not in self.pending or each.op in (TransferOp.DROP, TransferOp.CLEAR)
             if each.op is TransferOp.COPY:
                 assert each.block_id != each.key and each.key not in self.pending
                 self.device[each.key] = self.device[each.block_id].copy()
+            elif each.op is TransferOp.DROP:
+                self.disk.pop(each.key, None)
             elif each.op is TransferOp.CLEAR:
                 self.disk.clear()
             elif each.tier is Tier.HOST and each.op is TransferOp.STORE:

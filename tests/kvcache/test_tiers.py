@@ -7,8 +7,22 @@ import pytest
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.tiers import BlockHeader, HostHit, TierHit
+from quire.step import Tier, TransferOp
 from tests.helpers.transfers import COPY, IN, OUT
-from tests.kvcache.model import BLOCK, Sequence, cached, fill, free_ids, grow, manager, snapshot, start, table, take
+from tests.kvcache.model import (
+    BLOCK,
+    Sequence,
+    cached,
+    fill,
+    fork,
+    free_ids,
+    grow,
+    manager,
+    snapshot,
+    start,
+    table,
+    take,
+)
 from tests.kvcache.model import transfers as moved
 
 # ---- host ----
@@ -484,3 +498,90 @@ def test_what_is_reused_next_goes_to_the_host_many_blocks_at_a_time():
     grow(kv, b, *range(104, 109))
     assert moved(kv) == []
     kv.check_integrity()
+
+
+# ---- content that is known to be bad ----
+
+
+def hit_and_forgotten(kv: KVCacheManager, token_ids: list[int]) -> None:
+    """A sequence that is given what is cached of `token_ids`, and of which all of that turns out to be bad."""
+    sequence = Sequence("bad", token_ids)
+    assert start(kv, sequence) > 0
+    kv.free(sequence, forget=True)
+
+
+def test_what_is_forgotten_is_not_found_on_the_host():
+    kv = manager(4, num_host_blocks=8)
+    evicted(kv, list(range(9)))
+    hit_and_forgotten(kv, list(range(9)))
+    assert cached(kv, list(range(9))) == 0
+    kv.check_integrity()
+
+
+def test_what_is_forgotten_is_not_found_on_disk_now_or_after_a_restart():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    slots = [each.key for each in take(kv)[1]]
+    load_all(kv, list(range(9)))
+    take(kv)
+    hit_and_forgotten(kv, list(range(9)))
+    assert cached(kv, list(range(9))) == 0 and not kv.find_prefix(Sequence("asks", list(range(9)))).loads
+    dropped = [each for each in kv.take_transfers() if each.op is TransferOp.DROP]
+    assert sorted(each.key for each in dropped) == sorted(slots) and len(slots) == 2
+    assert {each.tier for each in dropped} == {Tier.DISK}
+
+
+def test_what_is_forgotten_while_it_is_being_loaded_is_not_found_afterwards():
+    kv = disk_manager()
+    a = Sequence("a", list(range(9)))
+    start(kv, a)
+    kv.store_all()
+    a_again = Sequence("a2", list(range(9)))
+    hits = [TierHit(kv.disk, block_hash) for block_hash in a.block_hashes[:2]]
+    started = kv.loads.start(hits)
+    kv.free(a, forget=True)
+    for block_id in started:
+        kv.finish_load(block_id, True)
+    assert len(started) == 2 and kv.find_prefix(a_again).num_tokens == 0
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("swapped_before", [False, True])
+def test_what_is_forgotten_does_not_come_back_with_a_sequence_that_shared_it(swapped_before: bool):
+    kv = manager(8, num_host_blocks=8)
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(10)))
+    start(kv, a)
+    start(kv, b)
+    if swapped_before:
+        assert kv.swap_out([b])
+        kv.free(a, forget=True)
+    else:
+        kv.free(a, forget=True)
+        assert kv.swap_out([b])
+    kv.start_step()
+    kv.swap_in([b])
+    grow(kv, b, 11, 12)  # fills its third block
+    kv.commit(b, 0)
+    kv.free(b)
+    assert cached(kv, list(range(9))) == 0
+    kv.check_integrity()
+
+
+def test_a_shared_block_that_is_filled_after_it_was_forgotten_is_not_found():
+    kv = manager(8)
+    a = Sequence("a", list(range(6)))
+    start(kv, a)
+    b = fork(kv, a, "b")
+    kv.free(a, forget=True)
+    grow(kv, b, 6, 7, 8)
+    start(kv, Sequence("c", list(range(5))))
+    assert cached(kv, list(range(9))) == 4
+
+
+def test_what_a_window_has_passed_is_forgotten_too():
+    kv = manager(8, windows=(5,))
+    a = Sequence("a", list(range(5)))
+    start(kv, a)
+    grow(kv, a, *range(5, 17))
+    kv.free(a, forget=True)
+    assert [block for block in kv.pool.blocks if block.block_hash is not None] == []

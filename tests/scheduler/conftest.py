@@ -32,7 +32,9 @@ from quire.step import (
     ModelOutput,
     SchedulerOutput,
     SequenceOutput,
+    Tier,
     TokenTopLogprobs,
+    TransferOp,
 )
 from tests.helpers.transfers import COPY, IN, OUT, disk_loads, disk_stores, moves
 
@@ -206,12 +208,14 @@ class FakeWorker:
         return output
 
     def _move(self, plan: SchedulerOutput) -> dict[int, bool]:
-        for save in disk_stores(plan.transfers):  # of what earlier steps computed, so that the order does not matter
-            assert len(self.blocks[save.block_id]) == self.block_size
-            if self.disk_is_full:
-                self.disk.pop(save.key, None)
-                continue
-            self.disk[save.key] = (save.header, dict(self.blocks[save.block_id]))
+        for each in plan.transfers:  # stores are of what earlier steps computed, so that their order does not matter
+            if each.tier is Tier.DISK and each.op is TransferOp.DROP:
+                self.disk.pop(each.key, None)
+            elif each.tier is Tier.DISK and each.op is TransferOp.STORE:
+                assert len(self.blocks[each.block_id]) == self.block_size
+                self.disk[each.key] = (each.header, dict(self.blocks[each.block_id]))
+                if self.disk_is_full:
+                    del self.disk[each.key]
         for kind, source, destination in moves(plan.transfers):
             if kind == COPY:
                 assert source != destination
@@ -580,6 +584,17 @@ def check_hashes(run: Run) -> None:
         for before, token_id, after in zip(chain, block.token_ids[1:], chain[1:], strict=False):
             # Logits that are not finite are known when the step's result is processed.
             assert POISON in (before, after) or after == next_prefix(before, token_id)
+
+
+def check_poison(run: Run) -> None:
+    """Between steps nothing can be found, in any tier, that a sequence computed whose logits were not finite."""
+    kv, worker = run.scheduler.kv, run.worker
+    if run.in_flight or kv.transfers:
+        return
+    device = [worker.blocks[b.block_id] for b in kv.pool.blocks if b.block_hash and b.step <= len(run.plans)]
+    host = [worker.host[block.block_id] for block in kv.host.pool.blocks if block.block_hash]
+    disk = [content for _, content in worker.disk.values()]
+    assert POISON not in [slot.prefix for content in device + host + disk for slot in content.values()]
 
 
 @pytest.fixture(scope="session")

@@ -149,3 +149,16 @@ def test_chunks_of_a_prompt_overlap_and_so_do_forked_sequences(run, request_of):
     assert one.num_ahead == len(steps) - 2
     for index, name in enumerate(("a-0", "a-1")):
         assert one.tokens[name] == one.expected("a", index)[0]
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_what_a_step_in_flight_spoils_for_a_request_that_is_aborted_meanwhile_is_not_reused(run, request_of, kind):
+    one = run(kind, ahead=True)
+    one.add(request_of("a", 13, 5), request_of("b", 9, 9))
+    one.step(broken=lambda plan: ["a"])
+    one.scheduler.abort_requests(["a"])
+    one.finish()
+    one.add(request_of("c", one.prompts["a"], 5))
+    one.finish()
+    assert one.first["c"].num_cached_tokens == 0
+    assert [one.reason(name) for name in "bc"] == ["length", "length"]

@@ -15,7 +15,7 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.request import RequestStatus
 from quire.scheduler.unified import UnifiedPlanner
-from tests.scheduler.conftest import VOCAB, check_hashes, continuation, make_request
+from tests.scheduler.conftest import VOCAB, check_hashes, check_poison, continuation, make_request
 
 SCHEDULERS = [UnifiedPlanner, PrefillFirstPlanner]
 OPERATIONS = 150
@@ -141,6 +141,7 @@ class RandomLoad:
         else:  # other sequences are served in a step than without
             self.step_unchecked()
             check_hashes(self.run)
+        check_poison(self.run)
 
     def step_unchecked(self):
         """Step, and check only that the limits were kept; return the plan, or that of the result."""

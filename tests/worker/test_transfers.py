@@ -16,7 +16,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.reference.backend import ReferenceBackend
-from quire.step import BlockTransfer, SchedulerOutput
+from quire.step import BlockTransfer, SchedulerOutput, Tier, TransferOp
 from quire.worker import disk_tier
 from quire.worker.disk_store import DiskStore, StoreGeometry
 from quire.worker.transfers import BlockTransfers, order_transfers
@@ -276,6 +276,26 @@ def test_closing_gives_up_loads_and_finishes_saves(tmp_path: Path, monkeypatch: 
     scene.transfers.close()
     again = open_scene(tmp_path)
     assert load_all(again, [disk_load(1, 39, b"a")]) == {1: True}
+    again.transfers.close()
+
+
+def test_a_block_that_is_dropped_is_not_loaded_now_or_after_a_restart(tmp_path: Path) -> None:
+    scene = open_scene(tmp_path)
+    scene.transfers.apply(step(disk=[disk_store(0, slot, b"a") for slot in range(3)]))
+    scene.transfers.apply(step(disk=[BlockTransfer(TransferOp.DROP, Tier.DISK, key=1)]))
+    loads = [disk_load(1, 1, b"a"), disk_load(2, 2, b"a")]
+    assert load_all(scene, loads) == {1: False, 2: True}
+    scene.transfers.close()
+    again = open_scene(tmp_path)
+    assert load_all(again, loads) == {1: False, 2: True}
+    again.transfers.apply(step(disk=[disk_store(2, 1, b"b"), BlockTransfer(TransferOp.DROP, Tier.DISK, key=2)]))
+    again.transfers.apply(step(disk=[BlockTransfer(TransferOp.DROP, Tier.DISK, key=0), disk_store(2, 0, b"c")]))
+    again.transfers.flush()
+    assert load_all(again, [disk_load(1, 1, b"b"), disk_load(2, 2, b"a"), disk_load(3, 0, b"c")]) == {
+        1: True,
+        2: False,
+        3: True,
+    }
     again.transfers.close()
 
 

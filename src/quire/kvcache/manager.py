@@ -139,7 +139,8 @@ class KVCacheManager:
         )
         self.swapped_tables: dict[str, BlockTables] = {}
         self.loads = AsyncLoads(self.pool)
-        self._uncacheable: set[str] = set()  # sequences that had blocks when the prefix cache was reset
+        # Sequences that had blocks when the prefix cache was reset, or whose content was forgotten.
+        self._uncacheable: set[str] = set()
         self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
         self._num_evicted = 0
@@ -532,24 +533,43 @@ class KVCacheManager:
     def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
         """Free all blocks of `sequence`, last one first, so that ends of prefixes are evicted before their starts.
 
-        With `forget` their content cannot be found any more: it is known to be bad. Having no blocks is no error.
+        With `forget` no tier finds their content any more: it is known to be bad. Having no blocks is no error.
         """
         swapped = self.swapped_tables.pop(sequence.sequence_id, None)
         if swapped is not None:
             self.host.pool.free(_blocks(reversed(table) for table in swapped))
         tables = self.tables.pop(sequence.sequence_id, None)
+        if forget:
+            self._forget(sequence, tables or [])
         if tables is None:
             self._uncacheable.discard(sequence.sequence_id)
             return
-        if forget:
-            for block in _blocks(tables):
-                self.pool.unregister(block)
-        elif len(tables) == 1:
+        if not forget and len(tables) == 1:
             self._register_tail(sequence, tables[0])
         self._uncacheable.discard(sequence.sequence_id)
         self._replaced.pop(sequence.sequence_id, None)
         self.layerwise.forget(sequence.sequence_id)
         self._free(list(_blocks(reversed(table) for table in tables)))
+
+    def _forget(self, sequence: CachedSequence, tables: BlockTables) -> None:
+        """Drop the content of all full blocks of `sequence`, whose tables these were, from every tier.
+
+        Other sequences keep the blocks that they share with it, but register nothing any more. Neither do swapped
+        sequences: the host's copies of blocks do not say what they are copies of.
+        """
+        hashes = {hash_of_group(each, group) for each in sequence.block_hashes for group in range(len(self.windows))}
+        forgotten = set(_blocks(tables))
+        for block_hash in hashes:
+            while (block := self.pool.lookup(block_hash)) is not None:
+                forgotten.add(block)
+                self.pool.unregister(block)
+            for tier in (self.host, *self._async_tiers):
+                tier.drop(block_hash)
+        self.loads.forget(hashes)
+        for sequence_id, others in self.tables.items():
+            if not forgotten.isdisjoint(_blocks(others)):
+                self._uncacheable.add(sequence_id)
+        self._uncacheable.update(self.swapped_tables)
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self.pool.free(blocks)

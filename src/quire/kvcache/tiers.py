@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Container, Iterable, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -24,7 +24,7 @@ STORE_AHEAD = 64  # blocks copied to the host at a time, before the device evict
 STORE_AHEAD_TRIGGER = 8  # of the next blocks to be evicted: one that the host lacks starts the next lot
 
 # Enum attributes are slow to look up, and a block may move with every token.
-_COPY, _STORE, _LOAD, _CLEAR = TransferOp
+_COPY, _STORE, _LOAD, _DROP, _CLEAR = TransferOp
 _DEVICE, _HOST, _DISK = Tier
 
 _FIXED = struct.Struct("<BBI")  # length of the hash, length of the parent's, number of tokens
@@ -88,6 +88,9 @@ class TierManager(Protocol):
     def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
         """Load a block that `lookup` found into a device block; return what is known of it."""
 
+    def drop(self, block_hash: bytes) -> None:
+        """Drop a block, if it is there: its content is bad, or could not be loaded."""
+
     def clear(self) -> None:
         """Drop all blocks."""
 
@@ -97,9 +100,6 @@ class AsyncTierManager(TierManager, Protocol):
 
     def __len__(self) -> int:
         """Number of blocks that `lookup` finds."""
-
-    def drop(self, block_hash: bytes) -> None:
-        """Forget a block, if it is there: its load failed, or it is evicted."""
 
 
 class HostHit(NamedTuple):
@@ -177,6 +177,11 @@ class HostTierManager:
         self.pool.free((block,))
         return BlockHeader(block_hash, block.parent_hash, block.token_ids)
 
+    def drop(self, block_hash: bytes) -> None:
+        block = self.pool.lookup(block_hash)
+        if block is not None:
+            self.pool.unregister(block)
+
     def clear(self) -> None:
         """See `TierManager.clear`; swapped blocks stay."""
         self.pool.unregister_all()
@@ -232,7 +237,7 @@ class DiskTierManager:
         if self._has_failed or not self.num_slots:
             return
         if not self._free_slots:
-            self.drop(next(iter(self._records)))
+            self._release(next(iter(self._records)))
         slot = self._free_slots.pop()
         header = BlockHeader(block_hash, block.parent_hash, block.token_ids).encode()
         self._records[block_hash] = slot, header
@@ -247,20 +252,26 @@ class DiskTierManager:
         return header
 
     def drop(self, block_hash: bytes) -> None:
-        record = self._records.pop(block_hash, None)
-        if record is not None:
-            self._free_slots.append(record[0])
+        """See `TierManager.drop`; the record is erased, so that a later engine does not find it either."""
+        if block_hash in self._records:
+            self._transfers.append(BlockTransfer(_DROP, _DISK, key=self._release(block_hash)))
+
+    def _release(self, block_hash: bytes) -> int:
+        """Forget a record; return its slot, which is free now."""
+        slot, _ = self._records.pop(block_hash)
+        self._free_slots.append(slot)
+        return slot
 
     def fail_stores(self, slots: Collection[int]) -> None:
         """Forget what could not be written to `slots`, and store nothing any more: the disk is full, or broken."""
         self._has_failed = True
         for block_hash in [block_hash for block_hash, (slot, _) in self._records.items() if slot in slots]:
-            self.drop(block_hash)
+            self._release(block_hash)
 
     def clear(self) -> None:
         """See `TierManager.clear`; the files are truncated."""
         for block_hash in list(self._records):
-            self.drop(block_hash)
+            self._release(block_hash)
         if self.num_slots:
             self._transfers.append(BlockTransfer(_CLEAR, _DISK))
 
@@ -321,7 +332,8 @@ class AsyncLoads:
             self._pool.register(load.block, header.block_hash, header.parent_hash, header.token_ids, step)
         self._pool.free((load.block,))
 
-    def forget(self) -> None:
-        """Let the loads under way register nothing when they end."""
+    def forget(self, block_hashes: Container[bytes] | None = None) -> None:
+        """Let the loads under way, all or those of these hashes, register nothing when they end."""
         for load in self._loads.values():
-            load.header = None
+            if block_hashes is None or (load.header is not None and load.header.block_hash in block_hashes):
+                load.header = None

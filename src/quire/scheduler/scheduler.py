@@ -214,8 +214,11 @@ class Scheduler:
         for sequence, max_sampled in step.scheduled:
             if sequence.is_live:
                 self._process(sequence, max_sampled, plan, output, outputs)
-            else:
-                self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
+                continue
+            self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
+            error = output.errors.get(sequence.sequence_id)
+            if error is not None and not error.refused:
+                self.kv.reset_prefix_cache()  # its blocks were freed with their hashes when it was aborted
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
         for block_id, sound in loaded.items():

@@ -210,7 +210,7 @@ class StepReader:
         contents.num_sampled = len(sampled)
         contents.num_moved_blocks = sum(each.tier is Tier.HOST for each in plan.transfers)
         contents.num_disk_blocks = sum(
-            each.tier is Tier.DISK and each.op is not TransferOp.CLEAR for each in plan.transfers
+            each.tier is Tier.DISK and each.op in (TransferOp.STORE, TransferOp.LOAD) for each in plan.transfers
         )
         if self._layerwise is not None:
             self._layerwise.read(plan, contents)

@@ -167,7 +167,16 @@ class DiskStore:
             self.stop_saving(str(error))
         return not self._failed
 
-    def erase(self) -> None:
+    def erase(self, slot: int) -> bool:
+        """Drop the block in `slot`; return False if that fails, and nothing is saved any more."""
+        try:
+            _write(self._headers, memoryview(bytes(self.geometry.head_nbytes)), slot * self.geometry.head_nbytes)
+        except OSError as error:
+            self.stop_saving(str(error))
+            return False
+        return True
+
+    def erase_all(self) -> None:
         """Drop every block and free its disk space. No `save` or `load` may run meanwhile."""
         try:
             os.truncate(self._headers, 0)

@@ -30,7 +30,7 @@ LOAD_TIMEOUT_S = 1.0  # then the step ends, so that new requests and aborts are 
 BLOCKS_AT_ONCE = 32  # that pass between device and threads through one array
 
 Payload = Callable[[], np.ndarray]  # waits until the block, uint8 [block_nbytes], has come from the device
-PendingStore = tuple[int, bytes, Payload]  # slot, header, block
+PendingStore = tuple[int, bytes, Payload | None]  # slot, header, block; without a block, the slot is erased
 
 
 class DiskTierWorker:
@@ -72,6 +72,14 @@ class DiskTierWorker:
                     self._unwritten[each.key] = item
                 self._stores.put(item)
 
+    def drop(self, transfers: Sequence[BlockTransfer]) -> None:
+        """See `WorkerTier.drop`; loads find nothing in these slots from now on."""
+        for each in transfers:
+            item = each.key, b"", None
+            with self._changed:
+                self._unwritten[each.key] = item
+            self._stores.put(item)
+
     def load(self, transfers: Sequence[BlockTransfer]) -> None:
         """See `WorkerTier.load`; blocks that are still unwritten count."""
         with self._changed:
@@ -105,7 +113,7 @@ class DiskTierWorker:
     def clear(self) -> None:
         """See `WorkerTier.clear`; loads under way may still succeed."""
         self.flush()
-        self._store.erase()
+        self._store.erase_all()
 
     def flush(self) -> None:
         """Return when every store so far is in the files."""
@@ -128,7 +136,7 @@ class DiskTierWorker:
         while (item := self._stores.get()) is not None:
             slot, header, payload = item
             try:
-                saved = self._store.save(slot, header, payload())
+                saved = self._store.erase(slot) if payload is None else self._store.save(slot, header, payload())
             except Exception as error:  # the thread's boundary: others wait for its queue to empty
                 logger.exception("saving a block failed")
                 self._store.stop_saving(repr(error))
@@ -160,7 +168,8 @@ class DiskTierWorker:
             unwritten = self._unwritten.get(slot)
         if unwritten is None:
             return self._store.load(slot, header)
-        return unwritten[2]() if unwritten[1] == header else None
+        _, written_header, payload = unwritten
+        return payload() if payload is not None and written_header == header else None
 
 
 def _row(data: Callable[[], np.ndarray], index: int) -> np.ndarray:

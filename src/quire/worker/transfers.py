@@ -19,7 +19,7 @@ from quire.step import BlockTransfer, SchedulerOutput, Tier, TransferOp
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTierWorker
 
-_COPY, _STORE, _LOAD, _CLEAR = TransferOp
+_COPY, _STORE, _LOAD, _DROP, _CLEAR = TransferOp
 
 
 class WorkerTier(Protocol):
@@ -44,6 +44,10 @@ class WorkerTier(Protocol):
     def take_failed_stores(self) -> list[int]:
         """Return the keys that could not be written since the last call; nothing is stored after the first failure."""
         return []
+
+    def drop(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Drop the blocks in these keys, if they would be found after a restart."""
+        return
 
     def clear(self) -> None:
         """Drop all blocks."""
@@ -86,6 +90,7 @@ Kind = tuple[TransferOp, Tier]
 
 # Batches that may run in any order run in this one: blocks are moved out before they are used for something else.
 ORDER: tuple[Kind, ...] = (
+    *((_DROP, tier) for tier in Tier if tier.is_async),
     *((_STORE, tier) for tier in Tier if tier.is_async),
     *((_STORE, tier) for tier in Tier if not tier.is_async and tier is not Tier.DEVICE),
     (_COPY, Tier.DEVICE),
@@ -186,6 +191,8 @@ class BlockTransfers:
                 self._tiers[tier].store(transfers)
             elif op is _LOAD:
                 self._tiers[tier].load(transfers)
+            elif op is _DROP:
+                self._tiers[tier].drop(transfers)
             else:
                 self._tiers[tier].clear()
         for each in self._tiers.values():
