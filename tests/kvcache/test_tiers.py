@@ -192,7 +192,7 @@ def saved(kv: KVCacheManager, token_ids: list[int]) -> None:
     fill(kv)
 
 
-def load_all(kv: KVCacheManager, token_ids: list[int], succeeded: bool = True) -> list[int]:
+def load_all(kv: KVCacheManager, token_ids: list[int], succeeded: bool = True) -> dict[int, bytes]:
     kv.start_step()
     started = kv.loads.start(kv.find_prefix(Sequence("loads", token_ids)).loads)
     for block_id in started:
@@ -273,7 +273,7 @@ def test_a_record_is_offered_loaded_and_hit():
     assert hit.loads == [TierHit(kv.disk, each) for each in b.block_hashes[:2]]
     started = kv.loads.start(hit.loads)
     _, _, loads = take(kv)
-    assert [load.block_id for load in loads] == started
+    assert [load.block_id for load in loads] == list(started)
     assert [BlockHeader.decode(load.header).block_hash for load in loads] == b.block_hashes[:2]
     assert len(kv.loads) == 2
     kv.check_integrity()
@@ -285,7 +285,7 @@ def test_a_record_is_offered_loaded_and_hit():
     hit = kv.find_prefix(b)
     assert (hit.num_tokens, hit.loads, hit.loading, len(kv.loads)) == (8, [], False, 0)
     assert kv.allocate_slots(b, 1, hit) is not None
-    assert table(kv, b)[:2] == started
+    assert table(kv, b)[:2] == list(started)
 
 
 def test_what_was_loaded_may_be_copied_in_the_next_step():
@@ -334,7 +334,7 @@ def test_loads_are_limited_by_the_free_blocks():
     kv.check_integrity()
     rest = kv.find_prefix(Sequence("c", list(range(13))))
     assert (rest.loads, rest.loading) == (hit.loads[2:], True)
-    assert kv.loads.start(rest.loads) == []
+    assert kv.loads.start(rest.loads) == {}
 
 
 def test_a_record_dropped_for_a_newer_one_while_it_is_loading_does_no_harm():
@@ -361,7 +361,7 @@ def test_a_load_that_makes_room_for_itself_by_dropping_its_own_record_is_not_beg
     take(kv)
     hit = kv.find_prefix(Sequence("b", [0, 1, 2, 3, 4]))
     assert len(hit.loads) == 1
-    assert kv.loads.start(hit.loads) == []
+    assert kv.loads.start(hit.loads) == {}
     kv.check_integrity()
     assert (kv.pool.num_free, len(kv.loads)) == (1, 0)
     _, saves, loads = take(kv)
@@ -424,9 +424,9 @@ def test_a_restart_finds_what_was_saved():
     stored = [(save.key, save.header) for save in saves]
     assert len(stored) == 3
     later = disk_manager(stored=stored)
-    assert load_all(later, list(range(10))) != []
+    assert load_all(later, list(range(10)))
     assert cached(later, list(range(10))) == 8
-    assert load_all(disk_manager(stored=stored, hasher=BlockHasher(b"other model")), list(range(10))) == []
+    assert load_all(disk_manager(stored=stored, hasher=BlockHasher(b"other model")), list(range(10))) == {}
 
 
 @pytest.mark.parametrize("slot", [-1, 8, 100])
@@ -498,6 +498,26 @@ def test_what_is_reused_next_goes_to_the_host_many_blocks_at_a_time():
     grow(kv, b, *range(104, 109))
     assert moved(kv) == []
     kv.check_integrity()
+
+
+def test_which_tokens_came_from_disk_is_told_by_their_content_not_by_where_it_lies():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    kv.start_step()
+    asks = Sequence("asks", list(range(9)))
+    loaded = kv.start_loads(kv.find_prefix(asks), 0)
+    for block_id in loaded:
+        kv.finish_load(block_id, True)
+    kv.start_step()
+    assert kv.find_prefix(asks).count_tokens(BLOCK, loaded.values()) == (0, 8)
+    fill(kv)
+    others = [Sequence(f"o{first}", list(range(first, first + 9))) for first in (50, 70)]
+    for other in others:
+        start(kv, other)
+    assert loaded.keys() & {block_id for other in others for block_id in table(kv, other)}
+    for other in others:
+        again = Sequence("again", other.token_ids)
+        assert kv.find_prefix(again).count_tokens(BLOCK, loaded.values()) == (0, 0)
 
 
 # ---- content that is known to be bad ----

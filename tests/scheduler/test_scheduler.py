@@ -276,6 +276,49 @@ def test_a_request_of_high_rank_does_not_wait_for_a_prompt_under_way(run, reques
     assert list(r.last) == ["high", "low"]
 
 
+def test_nobody_is_preempted_for_a_request_for_which_that_makes_no_room(run, request_of):
+    r = run(num_blocks=9, policy="priority")
+    r.add(request_of("top", 20, 4), request_of("low", 6, 6, priority=5))
+    r.step()
+    r.add(request_of("high", 20, 2, priority=1))  # 5 blocks; all but those of "top" are 3
+    r.finish()
+    assert r.scheduler.stats().num_preemptions == 0
+    assert list(r.first) == ["top", "low", "high"]
+
+
+def test_a_request_of_high_rank_that_fits_only_alone_takes_the_place_of_all_others(run, request_of):
+    r = run(num_blocks=8, policy="priority", watermark=0.2)
+    r.add(*(request_of(f"low{index}", 6, 12, priority=5) for index in range(3)))
+    r.step()
+    r.add(request_of("high", 30, 2))
+    assert sorted(r.step().preempted_sequence_ids) == ["low0", "low1", "low2"]
+    r.finish()
+    assert next(iter(r.requests)) == "low0" and r.last["high"].num_preemptions == 0
+
+
+def test_longer_prefixes_overtake_for_so_long_from_when_they_first_did(run, request_of):
+    """The first in line may be overtaken from then on, not from when it was only looked at."""
+    now = [0.0]
+    prefix = list(range(500, 516))
+    r = run(policy="lpm", max_num_seqs=1, max_overtake_seconds=10.0, clock=lambda: now[0])
+    r.add(request_of("seed", [*prefix, 1], 1))
+    r.finish()
+    r.add(request_of("long", 5, 30))
+    r.step()
+    r.add(request_of("first", 5, 2), request_of("hit0", [*prefix, 2], 2), request_of("hit1", [*prefix, 3], 30))
+    while r.reason("long") is None:  # nobody is overtaken: there is no slot
+        now[0] += 1.0
+        r.step()
+    for name in ("hit0", "hit1"):
+        while name not in r.first:
+            r.step()
+        assert "first" not in r.first
+    now[0] += 10.0
+    r.add(request_of("hit2", [*prefix, 4], 2))
+    r.finish()
+    assert list(r.first) == ["seed", "long", "hit0", "hit1", "first", "hit2"]
+
+
 def test_priority_decides_who_is_admitted_and_who_is_preempted(run, request_of):
     r = run(num_blocks=6, policy="priority", max_num_seqs=2)
     r.add(request_of("late", 7, 12, priority=5))

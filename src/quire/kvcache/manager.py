@@ -12,6 +12,7 @@ runs, are only taken of what earlier steps computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -172,6 +173,15 @@ class KVCacheManager:
         """Return how many device blocks, or host blocks, these sequences have together; shared ones count once."""
         tables = self.swapped_tables if swapped else self.tables
         return len(_unique(tables.get(sequence.sequence_id, []) for sequence in sequences))
+
+    def num_blocks_freed(self, sequences: Iterable[CachedSequence], hit: PrefixHit | None = None) -> int:
+        """Return how many device blocks become free with these sequences: those that no others hold.
+
+        Blocks of `hit` do not count: whoever takes it does not need free ones for them now, and would need them then.
+        """
+        holders = Counter(block for s in sequences for block in _blocks(self.tables.get(s.sequence_id, [])))
+        kept = set() if hit is None else {found for table in hit.tables for found in table}
+        return sum(block.ref_count == count and block not in kept for block, count in holders.items())
 
     # ---- steps ----
 
@@ -612,8 +622,10 @@ class KVCacheManager:
 
     # ---- asynchronous tiers ----
 
-    def start_loads(self, hit: PrefixHit, num_reserved_blocks: int) -> frozenset[int]:
-        """Begin to load `hit.loads`, as far as blocks are free beside the reserved ones; return the device block ids.
+    def start_loads(self, hit: PrefixHit, num_reserved_blocks: int) -> dict[int, bytes]:
+        """Begin to load `hit.loads`, as far as blocks are free beside the reserved ones.
+
+        Returns which device blocks are being loaded, with the hash of each.
 
         The device blocks of `hit` are not evicted for that: what is loaded would be of no use without them.
         """
@@ -622,7 +634,7 @@ class KVCacheManager:
         self.pool.touch(kept)
         started = self.loads.start(hit.loads, num_reserved_blocks)
         self.pool.free(reversed(kept))
-        return frozenset(started)
+        return started
 
     def finish_load(self, block_id: int, succeeded: bool) -> None:
         """Note that a load has ended; the tokens of one that failed are computed again."""

@@ -7,7 +7,7 @@ section 3), while blocks stay blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from typing import cast
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
@@ -49,10 +49,14 @@ class PrefixHit:
                 count += not isinstance(found, Block) or (found.ref_count == 0 and found is not NULL_BLOCK)
         return count
 
-    def count_tokens(self, block_size: int, loaded: Collection[int]) -> tuple[int, int]:
-        """Return how many tokens are on the host, and in the `loaded` device blocks, by the first group of layers."""
+    def count_tokens(self, block_size: int, loaded: Container[bytes]) -> tuple[int, int]:
+        """Return how many tokens are on the host, and on the device in `loaded` blocks, by the first group of layers.
+
+        Args:
+            loaded: hashes of the blocks that were loaded from asynchronous tiers for this sequence.
+        """
         num_host_blocks = sum(isinstance(found, HostHit) for found in self.tables[0])
-        num_loaded = sum(isinstance(found, Block) and found.block_id in loaded for found in self.tables[0])
+        num_loaded = sum(isinstance(found, Block) and found.block_hash in loaded for found in self.tables[0])
         return num_host_blocks * block_size, num_loaded * block_size
 
 

@@ -308,9 +308,9 @@ class AsyncLoads:
         """Return the hashes of what they are being loaded with."""
         return {load.header.block_hash for load in self._loads.values() if load.header is not None}
 
-    def start(self, hits: Iterable[TierHit], num_reserved_blocks: int = 0) -> list[int]:
-        """Begin to load, as far as blocks are free beside the reserved ones; return the device block ids."""
-        started = []
+    def start(self, hits: Iterable[TierHit], num_reserved_blocks: int = 0) -> dict[int, bytes]:
+        """Begin to load, as far as blocks are free beside the reserved ones; return device block ids and hashes."""
+        started = {}
         for tier, block_hash in hits:
             if self._pool.num_free <= num_reserved_blocks:
                 break
@@ -319,7 +319,7 @@ class AsyncLoads:
                 self._pool.free((block,))
                 continue
             self._loads[block.block_id] = _Load(block, tier, tier.load(block_hash, block))
-            started.append(block.block_id)
+            started[block.block_id] = block_hash
         return started
 
     def finish(self, block_id: int, succeeded: bool, step: int) -> None:

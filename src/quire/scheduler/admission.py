@@ -8,7 +8,7 @@ but the limits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from quire.errors import ErrorData
 from quire.kvcache.manager import UNCHANGED, KVCacheManager
@@ -208,7 +208,7 @@ class Admission:
         request, stats = sequence.request, self.stats
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
-            counts = hit.count_tokens(self.kv.block_size, request.loaded_block_ids or ())
+            counts = hit.count_tokens(self.kv.block_size, request.loaded_hashes or ())
             request.num_host_tokens, request.num_disk_tokens = counts
             stats.prefix_cache_queries += len(sequence.token_ids)
             stats.prefix_cache_hits += hit.num_tokens
@@ -281,40 +281,36 @@ class Admission:
         waiting = self.requests.waiting
         if not self.max_loras:
             return waiting.first(count)
-        adapters = self._running_adapters()
+        adapters = _adapters(self.requests.running)
         found: list[Request] = []
         for request in waiting.first(count * ADAPTER_WINDOWS):
             if len(found) == count:
                 break
             if request.engine_request.lora is not None and request.engine_request.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
-                    if self.seconds_blocked(request) >= ADAPTER_PATIENCE_SECONDS:
+                    if self.block(request) >= ADAPTER_PATIENCE_SECONDS:
                         break
                     continue
                 adapters.add(request.engine_request.lora_int_id)
             found.append(request)
         return found
 
-    def seconds_blocked(self, request: Request) -> float:
-        """Return for how many seconds a waiting request, which does not fit now, has not fitted."""
-        now = self.clock()
+    def block(self, request: Request) -> float:
+        """Note that a waiting request does not fit, or was overtaken; return the seconds since that first happened."""
         if request.blocked_since is None:
-            request.blocked_since = now
-        return now - request.blocked_since
+            request.blocked_since = self.clock()
+        return self.seconds_blocked(request)
 
-    def _running_adapters(self) -> set[int]:
-        return {
-            request.engine_request.lora_int_id
-            for request in self.requests.running
-            if request.engine_request.lora is not None
-        }
+    def seconds_blocked(self, request: Request) -> float:
+        """Return the seconds since `block` was first called for a waiting request, 0 if it never was."""
+        return 0.0 if request.blocked_since is None else self.clock() - request.blocked_since
 
-    def adapter_fits(self, request: Request) -> bool:
-        """Whether a waiting request could have its adapter beside those of the running ones."""
+    def adapter_fits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a waiting request could have its adapter beside those of running ones."""
         if request.engine_request.lora is None:
             return True
-        running = self._running_adapters()
-        return request.engine_request.lora_int_id in running or len(running) < self.max_loras
+        adapters = _adapters(running)
+        return request.engine_request.lora_int_id in adapters or len(adapters) < self.max_loras
 
     def capacity_version(self) -> tuple[int, int, int]:
         """Return a value that changes whenever a waiting request that lacked blocks or slots may fit."""
@@ -411,7 +407,7 @@ class Admission:
 
         Loads are started once for each request.
         """
-        if request.loaded_block_ids is not None or not (hit.loads or hit.loading):
+        if request.loaded_hashes is not None or not (hit.loads or hit.loading):
             return False
         if hit.loading:
             return True
@@ -419,10 +415,9 @@ class Admission:
         num_reserved = 0
         if self.requests.running:
             num_reserved = self.requests.num_reserved_slots * len(self.kv.windows) + self.watermark_blocks
-        request.loaded_block_ids = self.kv.start_loads(hit, num_reserved)
-        if not request.loaded_block_ids:
+        request.loading, request.loaded_hashes = self.kv.start_loads(hit, num_reserved), set()
+        if not request.loading:
             return False
-        request.loading = set(request.loaded_block_ids)
         self.requests.start_loading(request)
         return True
 
@@ -450,3 +445,8 @@ class Admission:
         # A sequence without blocks begins with what is cached of it, beside what it computes.
         most = budget if all(map(kv.has_blocks, sequences)) else self.max_model_len
         return kv.num_blocks_needed(sequences, most) <= kv.pool.num_free
+
+
+def _adapters(requests: Iterable[Request]) -> set[int]:
+    """Return the ids of their LoRA adapters."""
+    return {request.engine_request.lora_int_id for request in requests if request.engine_request.lora is not None}

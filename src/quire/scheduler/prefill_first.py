@@ -231,7 +231,9 @@ class PrefillFirstPlanner:
     def _schedule_swapped(self, plan: PlanBuilder) -> None:
         """Bring back swapped requests in order, while there are budget and blocks; their slots are free."""
         for request in [r for r in self._requests.waiting if r.status is RequestStatus.SWAPPED]:
-            if not self.admission.adapter_fits(request) or not self.admission.may_resume(request, plan):
+            if not self.admission.adapter_fits(request, self._requests.running) or not self.admission.may_resume(
+                request, plan
+            ):
                 continue
             if self.admission.swap_in(request, plan, self.admission.watermark_blocks) is False:
                 break

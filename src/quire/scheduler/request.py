@@ -191,8 +191,8 @@ class Request:
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
         adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
-        loading: device blocks that are being loaded from disk for it.
-        loaded_block_ids: all device blocks for which such loads were started; None before any was tried.
+        loading: device blocks that are being loaded from disk for it, by id, with their hashes.
+        loaded_hashes: of the blocks that were loaded; None before loads were started.
     """
 
     def __init__(self, engine_request: EngineRequest) -> None:
@@ -210,8 +210,8 @@ class Request:
         self.is_forked = len(engine_request.sequence_ids) == 1
         self.num_forks = 0
         self.aborted_ids: set[str] = set()
-        self.loading: set[int] = set()
-        self.loaded_block_ids: frozenset[int] | None = None
+        self.loading: dict[int, bytes] = {}
+        self.loaded_hashes: set[bytes] | None = None
         self.order_key: tuple[float, ...] = ()
         self.max_total_tokens = 0
         self.num_cached_tokens: int | None = None

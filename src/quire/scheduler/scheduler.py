@@ -221,10 +221,12 @@ class Scheduler:
                 self.kv.reset_prefix_cache()  # its blocks were freed with their hashes when it was aborted
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
-        for block_id, sound in loaded.items():
-            self.kv.finish_load(block_id, sound)
+        for block_id, succeeded in loaded.items():
+            self.kv.finish_load(block_id, succeeded)
             for request in self.requests.loading:
-                request.loading.discard(block_id)
+                block_hash = request.loading.pop(block_id, None)
+                if succeeded and block_hash is not None and request.loaded_hashes is not None:
+                    request.loaded_hashes.add(block_hash)
         for request in [request for request in self.requests.loading if not request.loading]:
             self.requests.finish_loading(request)
 

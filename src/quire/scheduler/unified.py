@@ -55,6 +55,7 @@ class UnifiedPlanner:
             admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
         )
         self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
+        self._in_vain: tuple[int, int, int] | None = None  # the same when no preemption would have helped the first
 
     def refusal(self, request: Request) -> str | None:
         return self.admission.refusal(request)
@@ -134,26 +135,39 @@ class UnifiedPlanner:
     # ---- running requests ----
 
     def _preempt_for_priority(self, plan: PlanBuilder) -> None:
-        """Preempt running requests of lower rank than the first waiting one, while that does not fit."""
+        """Preempt running requests of lower rank than the first waiting one, as many as make room for it, or none."""
         head, running = self._requests.waiting.peek(), self._requests.running
-        while head is not None and running and _outranks(head, running[-1]) and not self._fits(head):
+        num_staying = len(running)
+        while head is not None and num_staying and _outranks(head, running[num_staying - 1]):
+            num_staying -= 1
+        version = self.admission.capacity_version()
+        if head is None or num_staying == len(running) or self._in_vain == version:
+            return
+        if not self._fits_beside(num_staying, head):
+            self._in_vain = version
+            return
+        while not self._fits_beside(len(running), head):
             self.admission.preempt(running[-1], plan)
 
-    def _fits(self, request: Request) -> bool:
-        """Whether a waiting request can be admitted in this step, beside all running ones and their known tokens."""
-        admission, kv = self.admission, self._kv
-        if not admission.adapter_fits(request):
-            # Others give way for that if it helps: those that stay must leave room for its adapter.
-            staying = [r for r in self._requests.running if r.engine_request.lora and not _outranks(request, r)]
-            return len({r.engine_request.lora_int_id for r in staying}) >= admission.max_loras
-        if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
+    def _fits_beside(self, num_staying: int, request: Request) -> bool:
+        """Whether a waiting request could be admitted if all running ones but the first `num_staying` were preempted.
+
+        The known tokens of those that stay come first. A request that never fits counts as one that does, so that none
+        is preempted for it.
+        """
+        admission, kv, running = self.admission, self._kv, self._requests.running
+        staying, leaving = running[:num_staying], running[num_staying:]
+        num_slots = self._requests.num_reserved_slots - sum([other.num_sequences for other in leaving])
+        if num_slots + request.num_sequences > admission.max_num_seqs or not admission.adapter_fits(request, staying):
             return False
         most = admission.max_tokens_per_sequence
-        num_reserved = admission.watermark_blocks
-        for running in self._requests.running:
-            num_reserved += sum([admission.num_blocks_to_compute(sequence, most) for sequence in running.sequences])
-        needed = admission.num_blocks_to_admit(request, most)
-        return needed > kv.pool.num_blocks or needed + num_reserved <= kv.pool.num_free
+        num_reserved = admission.watermark_blocks if staying else 0
+        for other in staying:
+            num_reserved += sum([admission.num_blocks_to_compute(sequence, most) for sequence in other.sequences])
+        hit = None if request.status is RequestStatus.SWAPPED else kv.find_prefix(request.sequences[0])
+        needed = admission.num_blocks_to_admit(request, most, hit)
+        num_freed = kv.num_blocks_freed([sequence for other in leaving for sequence in other.sequences], hit)
+        return needed > kv.pool.num_blocks or needed + num_reserved <= kv.pool.num_free + num_freed
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
         """Schedule the next tokens of every running sequence, preempting from the end while blocks are lacking.
@@ -248,6 +262,12 @@ class UnifiedPlanner:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
+    def _block_overtaken(self, admitted: Request) -> None:
+        """Note that the first waiting request was overtaken, if `admitted` came after it."""
+        head = self._requests.waiting.peek()
+        if head is not None and head.order_key < admitted.order_key:
+            self.admission.block(head)
+
     def _may_admit(self, plan: PlanBuilder) -> bool:
         """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
         if plan.out_of_blocks or not self._requests.waiting:
@@ -277,8 +297,10 @@ class UnifiedPlanner:
             if outcome is False:
                 is_blocked = True
                 all_tried &= plan.budget >= len(request.sequences)  # else it may be the budget that it lacks
-                if admission.policy.preempts or admission.seconds_blocked(request) >= self.max_overtake_seconds:
+                if admission.block(request) >= self.max_overtake_seconds or admission.policy.preempts:
                     break
+            elif outcome and admission.policy.longest_prefix_first:
+                self._block_overtaken(request)
         # What a prompt under way is going to compute may be shared with those that wait, which then need fewer blocks.
         if is_blocked and all_tried and not plan.num_promised_blocks:
             self._blocked = admission.capacity_version()
