@@ -23,7 +23,7 @@ from quire.frontend.input_processor import child_seed
 from quire.kernels.cpu import threads
 from quire.kernels.create import create_backend
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone, mingle, names_of
 
 VOCAB = 160
 BLOCK_SIZE = 8
@@ -62,7 +62,7 @@ def both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "SMALL_WORK", 0)
 
 
-def make_asks(seed: int, count: int = 7, longest: int = 160) -> list[Ask]:
+def make_requests(seed: int, count: int = 7, longest: int = 160) -> list[Request]:
     """Requests of all kinds, many of which begin alike; some prompts are longer than a segment of attention."""
     rng = random.Random(seed)
     common = [rng.randrange(3, VOCAB) for _ in range(longest)]
@@ -74,7 +74,7 @@ def make_asks(seed: int, count: int = 7, longest: int = 160) -> list[Ask]:
         if number % 5 == 1:
             params = params.clone(prompt_logprobs=number % 3)
         seeds = tuple(rng.randrange(2**40) for _ in range(3 if number % 4 == 2 else 1))
-        asks.append(Ask(prompt, params, rng.randrange(4, 30), seeds))
+        asks.append(Request(prompt, params, rng.randrange(4, 30), seeds))
     return asks
 
 
@@ -91,22 +91,22 @@ def roads(disk: Path, num_blocks: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def go(driver: EngineDriver, asks: list[Ask], expected: dict[str, Told], seed: int, turns: int) -> int:
+def go(driver: EngineDriver, asks: list[Request], expected: dict[str, Result], seed: int, turns: int) -> int:
     """Run `asks` some times, beside each other at random; return how many began inside a block of the cache."""
     num_inside = 0
     for turn in range(turns):
-        driver.told.clear()
+        driver.results.clear()
         mingle(driver, asks, random.Random(seed + turn), twins=True)
         for number, ask in enumerate(asks):
             for name in names_of(f"{number}", ask):
-                assert driver.told[name] == expected[name], name
-        num_inside += sum((told.num_cached or 0) % BLOCK_SIZE > 0 for told in driver.told.values())
+                assert driver.results[name] == expected[name], name
+        num_inside += sum((told.num_cached or 0) % BLOCK_SIZE > 0 for told in driver.results.values())
     driver.check_all_free()
     return num_inside
 
 
 def check_all_roads(
-    model: Path, asks: list[Ask], disk: Path, device: str, options: dict[str, Any], num_blocks: int
+    model: Path, asks: list[Request], disk: Path, device: str, options: dict[str, Any], num_blocks: int
 ) -> dict[str, int]:
     """Compare every road with the requests alone; return how often what makes each of them special happened."""
     happened = {}
@@ -138,7 +138,7 @@ def check_all_roads(
     ],
 )
 def test_no_road_changes_a_bit(both_threads: None, folder: Path, tmp_path: Path, name: str) -> None:
-    happened = check_all_roads(folder, make_asks(1), tmp_path, "cpu", FORMATS[name], 36)
+    happened = check_all_roads(folder, make_requests(1), tmp_path, "cpu", FORMATS[name], 36)
     assert all(happened.values()), happened
 
 
@@ -146,7 +146,7 @@ def test_no_road_changes_a_bit(both_threads: None, folder: Path, tmp_path: Path,
 @pytest.mark.parametrize("seed", range(2, 5))
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_road_changes_a_bit_of_many(both_threads: None, folder: Path, tmp_path: Path, name: str, seed: int) -> None:
-    happened = check_all_roads(folder, make_asks(seed, 30), tmp_path, "cpu", FORMATS[name], 60)
+    happened = check_all_roads(folder, make_requests(seed, 30), tmp_path, "cpu", FORMATS[name], 60)
     assert any(happened.values())
 
 
@@ -156,7 +156,7 @@ def test_no_road_changes_a_bit_of_the_reference_if_it_is_asked(tmp_path: Path, n
     """A GPT-2 with 203 inner features: without the option, torch's vectorized `tanh` betrays where a row stands."""
     folder = write_checkpoint(tmp_path / "gpt2", "gpt2", n_inner=203)
     options = {**FORMATS[name], "batch_invariant": True, "num_threads": 1}
-    happened = check_all_roads(folder, make_asks(2, 7, 30), tmp_path / "disk", "reference", options, 16)
+    happened = check_all_roads(folder, make_requests(2, 7, 30), tmp_path / "disk", "reference", options, 16)
     assert all(happened.values()), happened
 
 
@@ -183,10 +183,10 @@ def test_a_hit_ends_where_two_prompts_part(folder: Path, unit: int, cached: dict
     """
     prompt = list(range(5, 37))
     driver = warm(folder, prefix_match_unit=unit)
-    driver.ask("first", Ask(prompt, GREEDY, 1))
+    driver.generate("first", Request(prompt, GREEDY, 1))
     for common, expected in cached.items():
-        other = Ask([*prompt[:common], *range(50 + common, 60 + common)], GREEDY)
-        told = driver.ask(f"{common}", other)
+        other = Request([*prompt[:common], *range(50 + common, 60 + common)], GREEDY)
+        told = driver.generate(f"{common}", other)
         assert told.num_cached == expected
         assert told == alone(folder, [other], block_size=16)["0"]
     driver.check_all_free()
@@ -196,14 +196,14 @@ def test_a_hit_ends_where_two_prompts_part(folder: Path, unit: int, cached: dict
 def test_a_second_turn_goes_on_inside_a_block_of_the_first_ones_output(folder: Path, params: SamplingParams) -> None:
     driver = warm(folder)
     prompt = list(range(5, 26))
-    first = driver.ask("first", Ask(prompt, params, 10, stop_ids=()))
+    first = driver.generate("first", Request(prompt, params, 10, stop_ids=()))
     # The last token was sampled and never computed: 30 of 31 are cached, one whole block and 14 tokens.
-    second = Ask([*prompt, *first.tokens, 7, 8, 9, 10, 11], params, 12, stop_ids=())
-    told = driver.ask("second", second)
+    second = Request([*prompt, *first.tokens, 7, 8, 9, 10, 11], params, 12, stop_ids=())
+    told = driver.generate("second", second)
     assert told.num_cached == len(prompt) + len(first.tokens) - 1 == 30
     assert told == alone(folder, [second], block_size=16)["0"]
-    third = Ask([*second.prompt, *told.tokens, 12], params, 12, stop_ids=())
-    again = driver.ask("third", third)
+    third = Request([*second.prompt, *told.tokens, 12], params, 12, stop_ids=())
+    again = driver.generate("third", third)
     assert again.num_cached == len(third.prompt) - 2
     assert again == alone(folder, [third], block_size=16)["0"]
     driver.check_all_free()
@@ -212,22 +212,22 @@ def test_a_second_turn_goes_on_inside_a_block_of_the_first_ones_output(folder: P
 def test_the_first_turn_is_not_spoiled_by_who_goes_on_from_it(folder: Path) -> None:
     """Copies, not blocks, are written: both continuations of a half-full block, and itself again, are as alone."""
     prompt = list(range(5, 28))
-    asks = [Ask([*prompt, *tail], GREEDY) for tail in ([40], [50, 51], [60, 61, 62], [70])]
+    asks = [Request([*prompt, *tail], GREEDY) for tail in ([40], [50, 51], [60, 61, 62], [70])]
     expected = alone(folder, asks, block_size=16)
     driver = warm(folder)
-    driver.ask("first", Ask([*prompt, 30], GREEDY, 2))
+    driver.generate("first", Request([*prompt, 30], GREEDY, 2))
     for number, ask in enumerate(asks):
         driver.add(f"{number}", ask)
     driver.run()
     for name, told in expected.items():
-        assert driver.told[name] == told
-        assert driver.told[name].num_cached == len(prompt)
+        assert driver.results[name] == told
+        assert driver.results[name].num_cached == len(prompt)
 
 
 def test_salts_part_what_is_cached(folder: Path) -> None:
     driver = warm(folder)
-    asks = [Ask(list(range(5, 45)), GREEDY, 4, salt=salt) for salt in (None, "a", "b", "a", None)]
-    told = [driver.ask(f"{number}", ask) for number, ask in enumerate(asks)]
+    asks = [Request(list(range(5, 45)), GREEDY, 4, salt=salt) for salt in (None, "a", "b", "a", None)]
+    told = [driver.generate(f"{number}", ask) for number, ask in enumerate(asks)]
     assert [item.num_cached for item in told] == [0, 0, 0, 39, 39]
     assert all(item == told[0] for item in told)
 
@@ -263,25 +263,25 @@ def test_each_of_n_is_a_request_with_a_seed_derived_from_theirs(folder: Path) ->
 
 def test_draws_depend_on_seed_and_position_and_on_nothing_else(folder: Path) -> None:
     """The same seed twice in one batch, at different times, in other company, says the same; another seed does not."""
-    ask = Ask(list(range(9, 30)), SEEDED, 16, (5,), stop_ids=())
+    ask = Request(list(range(9, 30)), SEEDED, 16, (5,), stop_ids=())
     driver = EngineDriver(folder, max_num_batched_tokens=20)
     driver.add("a", ask)
     driver.step()
     driver.add("b", replace(ask, seeds=(6,)))
     driver.add("c", ask)
-    driver.add("d", Ask(list(range(60, 90)), FANCY, 30, (5, 6)))
+    driver.add("d", Request(list(range(60, 90)), FANCY, 30, (5, 6)))
     for _ in range(7):
         driver.step()
     driver.abort("d")
     driver.add("e", replace(ask, seeds=(6, 5)))
     driver.run()
-    told = driver.told
+    told = driver.results
     assert told["a"] == told["c"] == told["e-1"]
     assert told["b"] == told["e-0"]
     assert told["a"].tokens != told["b"].tokens
     # A text that goes on from its own first half draws at the same positions, and so goes on in the same way.
     half = replace(ask, prompt=[*ask.prompt, *told["a"].tokens[:8]], max_tokens=8)
-    assert driver.ask("f", half).tokens == told["a"].tokens[8:]
+    assert driver.generate("f", half).tokens == told["a"].tokens[8:]
 
 
 # Ops

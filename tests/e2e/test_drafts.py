@@ -10,7 +10,7 @@ import pytest
 
 from quire import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, alone, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, alone, names_of
 
 VOCAB = 160
 KINDS = {
@@ -43,7 +43,7 @@ def test_drafts_change_no_output(folder: Path, variant: str) -> None:
         prompt = common[: rng.choice([0, 20])] + [rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 3, 9]))]
         seeds = tuple(rng.randrange(2**40) for _ in range(2 if number % 4 == 3 else 1))
         stop_ids = tuple(range(2, 2 + rng.choice([1, 12])))
-        asks.append(Ask(prompt, list(KINDS.values())[number % 4], rng.randrange(5, 30), seeds, stop_ids=stop_ids))
+        asks.append(Request(prompt, list(KINDS.values())[number % 4], rng.randrange(5, 30), seeds, stop_ids=stop_ids))
     expected = alone(folder, asks)
     driver = EngineDriver(folder, **VARIANTS[variant])
     names = [name for number, ask in enumerate(asks) for name in names_of(f"{number}", ask)]
@@ -62,7 +62,7 @@ def test_drafts_change_no_output(folder: Path, variant: str) -> None:
         driver.step()
         num_steps += 1
         driver.core.call("check_integrity")
-    assert {name: driver.told[name] for name in names} == expected
+    assert {name: driver.results[name] for name in names} == expected
     assert num_drafts > 30
     if variant == "plain":
         assert num_steps < max(len(told.tokens) for told in expected.values()) + 20

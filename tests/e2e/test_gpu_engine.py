@@ -24,7 +24,7 @@ from tests.e2e.test_structured import CHOICE, RECORD
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.adapters import factors, read_tensors, write_adapter
 from tests.helpers.checkpoints import safetensors_bytes, write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, Result, names_of
 from tests.helpers.server import serve
 from tests.lora.conftest import World
 
@@ -51,7 +51,7 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 HOT = SamplingParams(temperature=1.0)
 COMMON = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
-ask = partial(Ask, max_tokens=4, stop_ids=())
+ask = partial(Request, max_tokens=4, stop_ids=())
 
 DRAWS = [
     GREEDY,
@@ -93,17 +93,17 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(path, "byte_level")
 
 
-def said(driver: EngineDriver, turns: list[list[Ask]]) -> dict[str, Told]:
+def said(driver: EngineDriver, turns: list[list[Request]]) -> dict[str, Result]:
     """Run the requests of each turn beside each other, and the turns one after the other."""
     for turn, asks in enumerate(turns):
         for number, item in enumerate(asks):
             driver.add(f"{turn}.{number}", item)
         driver.run()
     driver.check_all_free()
-    return driver.told
+    return driver.results
 
 
-def check_same(found: dict[str, Told], expected: dict[str, Told], *, cached: bool = True) -> None:
+def check_same(found: dict[str, Result], expected: dict[str, Result], *, cached: bool = True) -> None:
     """Check that the same was said, log-probabilities up to rounding; and as much came from the cache, if `cached`."""
     assert found.keys() == expected.keys()
     for name, told in expected.items():
@@ -118,7 +118,7 @@ def check_same(found: dict[str, Told], expected: dict[str, Told], *, cached: boo
                 np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-4)
 
 
-def compare(model: Path, turns: list[list[Ask]], *, cached: bool = True, **options: Any) -> EngineDriver:
+def compare(model: Path, turns: list[list[Request]], *, cached: bool = True, **options: Any) -> EngineDriver:
     """Have both devices say it, compare, and return the GPU's driver, closed."""
     drivers = {}
     for device in ("cpu", "cuda"):
@@ -129,7 +129,7 @@ def compare(model: Path, turns: list[list[Ask]], *, cached: bool = True, **optio
         said(drivers[device], turns)
         drivers[device].final = drivers[device].stats()  # type: ignore[attr-defined]
         drivers[device].close()
-    check_same(drivers["cuda"].told, drivers["cpu"].told, cached=cached)
+    check_same(drivers["cuda"].results, drivers["cpu"].results, cached=cached)
     return drivers["cuda"]
 
 
@@ -166,7 +166,7 @@ def test_ends(folder: Path) -> None:
         ask(list(range(3, 62)), GREEDY, max_tokens=5),
     ]
     driver = compare(folder, [asks])
-    assert {told.finish_reason for told in driver.told.values()} == {"stop", "length"}
+    assert {told.finish_reason for told in driver.results.values()} == {"stop", "length"}
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_forms(writer: Path, jump_forward: bool) -> None:
         asks.append(ask(prompt, HOT, max_tokens=40, stop_ids=stop, grammar=RECORD, seeds=(7,)))
     # When a grammar is ready decides which of them find the prompt in the cache.
     driver = compare(writer, [asks], cached=False, jump_forward=jump_forward)
-    assert tokenizer.decode(driver.told["0.0"].tokens) in ("positive, without doubt", "negative")
+    assert tokenizer.decode(driver.results["0.0"].tokens) in ("positive, without doubt", "negative")
 
 
 @pytest.mark.slow
@@ -212,13 +212,13 @@ def test_reasoning_that_must_end(writer: Path) -> None:
     thinking = ThinkingData(start, end, 2, open=True)
     asks = [ask([5, 6], params, max_tokens=len(end) + 4, thinking=thinking) for params in (GREEDY, HOT)]
     driver = compare(writer, [asks])
-    assert driver.told["0.0"].tokens[2 : 2 + len(end)] == end
+    assert driver.results["0.0"].tokens[2 : 2 + len(end)] == end
 
 
 # What an engine does with them
 
 
-def many() -> list[Ask]:
+def many() -> list[Request]:
     """Requests that need more blocks together than the tight engines below have."""
     asks = [ask([*COMMON, 20 + n], params, max_tokens=7) for n, params in enumerate((GREEDY, HOT, GREEDY))]
     return [*asks, ask([3, 4, 5], HOT, seeds=(1, 2), max_tokens=7)]
@@ -246,7 +246,7 @@ def test_roads(folder: Path, road: str) -> None:
 def test_prefixes_are_found_inside_blocks(folder: Path) -> None:
     asks = [[ask([*COMMON, 20], GREEDY, max_tokens=1)], [ask([*COMMON[:10], 30], GREEDY, max_tokens=1)]]
     driver = compare(folder, asks)
-    assert driver.told["1.0"].num_cached == 10
+    assert driver.results["1.0"].num_cached == 10
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_groups_of_windows(tmp_path: Path, family: str) -> None:
     asks = [ask(list(range(3, 25)), GREEDY), ask([*range(3, 16), 40], HOT), ask([9, 9], GREEDY)]
     again = [ask([*range(3, 25), 30], GREEDY)]
     driver = compare(path, [asks, again], max_num_batched_tokens=16)
-    assert driver.told["1.0"].num_cached
+    assert driver.results["1.0"].num_cached
 
 
 @pytest.mark.slow
@@ -277,21 +277,21 @@ def test_company_changes_no_bit_if_it_is_asked(tmp_path: Path, family: str) -> N
     path = write_checkpoint(tmp_path, family, num_hidden_layers=2, vocab_size=64)
     options = {**OPTIONS, "batch_invariant": True}
     asks = [replace(item, params=item.params.clone(logprobs=2)) for item in many()]
-    expected: dict[str, Told] = {}
+    expected: dict[str, Result] = {}
     single = EngineDriver(path, "cuda", enable_prefix_caching=False, **options)
     for number, item in enumerate(asks):
         for index, name in enumerate(names_of(f"{number}", item)):
-            expected[name] = single.ask(name, item.single(index))
+            expected[name] = single.generate(name, item.single(index))
     single.close()
     driver = EngineDriver(path, "cuda", **{**options, "max_num_batched_tokens": 13})
     for _ in range(2):
-        driver.told.clear()
+        driver.results.clear()
         for number, item in enumerate(asks):
             driver.add(f"{number}", item)
             driver.step()
         driver.run()
-        assert driver.told == expected
-    assert driver.told["0"].num_cached
+        assert driver.results == expected
+    assert driver.results["0"].num_cached
     driver.close()
 
 
@@ -300,10 +300,10 @@ def test_company_changes_no_bit_if_it_is_asked(tmp_path: Path, family: str) -> N
 def test_what_was_said_before_a_sleep_is_said_after_it(folder: Path, level: int) -> None:
     item = ask(COMMON, GREEDY)
     driver = EngineDriver(folder, "cuda", **OPTIONS)
-    before = driver.ask("before", item)
+    before = driver.generate("before", item)
     assert driver.core.call("sleep", {"level": level})["level"] == level
     driver.core.call("wake_up")
-    after = driver.ask("after", item)
+    after = driver.generate("after", item)
     assert after == before and after.num_cached == 0
     driver.check_all_free()
     driver.close()
@@ -320,17 +320,17 @@ def test_numbers_that_are_none_end_their_own_request_only(folder: Path, tmp_path
         EngineDriver(tmp_path, "cuda", **OPTIONS)
     driver = EngineDriver(tmp_path, "cuda", allow_nonfinite=True, **OPTIONS)
     fine = ask([3, 4, 5], GREEDY.clone(logit_bias={33: -100.0}))  # it must not choose that token itself
-    expected = driver.ask("alone", fine)
+    expected = driver.generate("alone", fine)
     driver.add("fine", fine)
     driver.add("bad", ask([3, 33, 5], GREEDY))
     errors = {}
     while driver.core.has_unfinished():
         for news in driver.core.step().outputs:
-            driver.told.setdefault(news.sequence_id, Told()).tokens += news.new_token_ids
+            driver.results.setdefault(news.sequence_id, Result()).tokens += news.new_token_ids
             if news.error is not None:
                 errors[news.sequence_id] = news.error.message
     assert list(errors) == ["bad"] and "finite" in errors["bad"]
-    assert driver.told["fine"].tokens == expected.tokens
+    assert driver.results["fine"].tokens == expected.tokens
     driver.check_all_free()
     driver.close()
 

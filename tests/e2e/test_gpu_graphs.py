@@ -14,7 +14,7 @@ import torch
 from quire.kernels.gpu.graphs import GraphOps
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.helpers.graph_tape import TapeRecorder
 
 # Rows of padding may hold anything, and NumPy, in the interpreter, says so.
@@ -37,14 +37,14 @@ OPTIONS: dict[str, Any] = {
 def said(driver: EngineDriver) -> dict[str, list[int]]:
     """Run prompts in chunks, some with a common prefix, of lengths that make the batch grow and shrink."""
     for number, prompt in enumerate(PROMPTS):
-        driver.add(f"{number}", Ask(prompt, GREEDY, max_tokens=3 + 2 * number, stop_ids=()))
+        driver.add(f"{number}", Request(prompt, GREEDY, max_tokens=3 + 2 * number, stop_ids=()))
     driver.run()
     for number, prompt in enumerate(([*SHARED, 20, 30], [3]), start=len(PROMPTS)):
-        driver.add(f"{number}", Ask(prompt, GREEDY, max_tokens=4, stop_ids=()))
+        driver.add(f"{number}", Request(prompt, GREEDY, max_tokens=4, stop_ids=()))
     driver.run()
     driver.check_all_free()
     driver.close()
-    return {name: told.tokens for name, told in driver.told.items()}
+    return {name: told.tokens for name, told in driver.results.items()}
 
 
 @pytest.mark.slow
@@ -70,14 +70,14 @@ def test_an_engine_on_a_gpu_says_what_the_cpu_says(
 @pytest.mark.gpu
 def test_an_engine_that_idles_has_recorded_what_comes(tmp_path: Path) -> None:
     driver = EngineDriver(write_checkpoint(tmp_path / "llama", "llama"), "cuda", **OPTIONS)
-    driver.ask("first", Ask([3, 4, 5], GREEDY, max_tokens=3, stop_ids=()))
+    driver.generate("first", Request([3, 4, 5], GREEDY, max_tokens=3, stop_ids=()))
     while driver.core.idle():
         pass
     backend = driver.core.executor.worker.backend  # type: ignore[attr-defined]
     before = backend.graph_stats()
     assert before.recordings >= 2 and before.nbytes >= 0
     for name in ("a", "b"):
-        driver.add(name, Ask([3, 4, 5], GREEDY, max_tokens=5, stop_ids=()))
+        driver.add(name, Request([3, 4, 5], GREEDY, max_tokens=5, stop_ids=()))
     driver.run()
-    assert driver.told["a"].tokens == driver.told["b"].tokens
-    assert driver.told["a"].tokens[:3] == driver.told["first"].tokens
+    assert driver.results["a"].tokens == driver.results["b"].tokens
+    assert driver.results["a"].tokens[:3] == driver.results["first"].tokens

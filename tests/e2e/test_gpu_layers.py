@@ -18,7 +18,7 @@ from quire.kernels.gpu.graphs import GraphOps
 from quire.kernels.gpu.layerwise import GPULayerwiseOffload, OffloadOps
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.helpers.graph_tape import TapeRecorder
 from tests.helpers.streams import Late
 
@@ -46,7 +46,7 @@ MIXED: dict[str, Any] = {"kv_resident_layers": 1}  # as many whole blocks as one
 RESIDENT = {**MIXED, "swap_space": "1MiB"}  # all blocks layerwise but one
 GREEDY, HOT = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 COMMON = [7, 8, 9, 10, 11, 12, 13, 14, 15]
-ask = partial(Ask, max_tokens=5, stop_ids=())
+ask = partial(Request, max_tokens=5, stop_ids=())
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +75,19 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def said(driver: EngineDriver, turns: list[list[Ask]]) -> dict[str, list[int]]:
+def said(driver: EngineDriver, turns: list[list[Request]]) -> dict[str, list[int]]:
     """Run the requests of each turn beside each other, and the turns one after the other."""
     for turn, asks in enumerate(turns):
         for number, item in enumerate(asks):
             driver.add(f"{turn}.{number}", item)
         driver.run()
     driver.check_all_free()
-    return {name: told.tokens for name, told in driver.told.items()}
+    return {name: told.tokens for name, told in driver.results.items()}
 
 
-def compare(folder: Path, turns: list[list[Ask]], resident: dict[str, Any] = RESIDENT, **options: Any) -> EngineDriver:
+def compare(
+    folder: Path, turns: list[list[Request]], resident: dict[str, Any] = RESIDENT, **options: Any
+) -> EngineDriver:
     """Have a CPU and a GPU with layerwise blocks say it; return the GPU's driver."""
     cpu = EngineDriver(folder, "cpu", **{**OPTIONS, **options})
     expected = said(cpu, turns)
@@ -126,7 +128,7 @@ def test_chunks_forks_and_prefixes(
     folder: Path, late: None, begun: list[tuple[int, int]], resident: dict[str, Any], overlapped: bool
 ) -> None:
     driver = compare(folder, [MANY, AGAIN], resident, async_scheduling=overlapped)
-    assert driver.told["1.0"].num_cached and driver.told["1.1"].num_cached
+    assert driver.results["1.0"].num_cached and driver.results["1.1"].num_cached
     assert max(loads for loads, _ in begun) > 4
     driver.close()
 
@@ -160,12 +162,12 @@ def test_steps_with_layerwise_blocks_stand_beside_recorded_ones(
 @pytest.mark.parametrize("level", [1, 2])
 def test_layerwise_blocks_are_there_again_after_a_sleep(folder: Path, late: None, level: int) -> None:
     driver = EngineDriver(folder, "cuda", **{**OPTIONS, **RESIDENT})
-    before = driver.ask("before", MANY[0])
+    before = driver.generate("before", MANY[0])
     offload = driver.core.executor.worker.runner.offload  # type: ignore[attr-defined]
     driver.core.call("sleep", {"level": level})
     assert not offload.layers and not any(pool.pieces for pool in offload.pools)
     driver.core.call("wake_up")
-    after = driver.ask("after", MANY[0])
+    after = driver.generate("after", MANY[0])
     assert after == before and after.num_cached == 0
     driver.check_all_free()
     driver.close()

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.test_gpu_engine import OPTIONS, SMALL
 from tests.e2e.test_overlap import OVERLAPPING, WORDS, watch
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -19,7 +19,7 @@ def test_options_that_the_device_sees_to_hold_nothing_up(tmp_path: Path) -> None
     """Side by side, and in chunks. Rows are computed in the same way in every batch, for which steps differ."""
     folder = write_checkpoint(tmp_path / "llama", "llama", **{**SMALL, "vocab_size": 160})
     asks = [
-        Ask(list(range(5 + number, 9 + 3 * number)), params, 5 + number % 3, (number,), bad_words=WORDS[kind])
+        Request(list(range(5 + number, 9 + 3 * number)), params, 5 + number % 3, (number,), bad_words=WORDS[kind])
         for number, (kind, params) in enumerate(OVERLAPPING.items())
     ]
     told = []
@@ -31,7 +31,7 @@ def test_options_that_the_device_sees_to_hold_nothing_up(tmp_path: Path) -> None
         driver.run()
         driver.check_all_free()
         driver.close()
-        told.append(driver.told)
+        told.append(driver.results)
     assert told[0] == told[1]
     assert all(item.tokens for item in told[0].values())
     assert counting.num_postponed == 0 and counting.num_ahead > 5

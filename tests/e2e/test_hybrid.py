@@ -20,14 +20,14 @@ from quire.scheduler.beam import BeamSearch
 from quire.step import BeamOutput
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone, mingle, names_of
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95)
 
 
-def make_asks() -> list[Ask]:
+def make_requests() -> list[Request]:
     """Requests of one to three sequences, every other one sampled; some prompts begin alike."""
     rng = random.Random(3)
     common = [rng.randrange(3, VOCAB) for _ in range(20)]
@@ -35,11 +35,11 @@ def make_asks() -> list[Ask]:
     for number in range(8):
         prompt = common[: rng.randrange(20)] + [rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 6, 15]))]
         seeds = tuple(range(number, number + (3 if number % 4 == 3 else 1)))
-        asks.append(Ask(prompt, SEEDED if number % 2 else GREEDY, rng.randrange(10, 20), seeds))
+        asks.append(Request(prompt, SEEDED if number % 2 else GREEDY, rng.randrange(10, 20), seeds))
     return asks
 
 
-ASKS = make_asks()
+ASKS = make_requests()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Told]:
+def expected(folder: Path) -> dict[str, Result]:
     """What each sequence of ASKS says alone, with its prompt in one piece."""
     return alone(folder, ASKS)
 
@@ -61,7 +61,7 @@ def expected(folder: Path) -> dict[str, Told]:
     [("unified", 10, 8), ("unified", 64, 5), ("prefill-first", 100, 8)],
 )
 def test_starved_and_chunked_requests_say_what_they_say_alone(
-    folder: Path, expected: dict[str, Told], scheduler: str, max_num_batched_tokens: int, max_num_seqs: int
+    folder: Path, expected: dict[str, Result], scheduler: str, max_num_batched_tokens: int, max_num_seqs: int
 ) -> None:
     """Twins that are aborted leave rows with states that others get next."""
     driver = EngineDriver(
@@ -72,21 +72,21 @@ def test_starved_and_chunked_requests_say_what_they_say_alone(
         max_num_seqs=max_num_seqs,
     )
     mingle(driver, ASKS, random.Random(1), twins=True)
-    assert {name: told for name, told in driver.told.items() if not name.startswith("twin")} == expected
+    assert {name: told for name, told in driver.results.items() if not name.startswith("twin")} == expected
     stats = driver.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_swapped_out, stats.prefix_cache_hits) == (0, 0)
     driver.check_all_free()
 
 
-def test_the_reference_backend_says_the_same(folder: Path, expected: dict[str, Told]) -> None:
+def test_the_reference_backend_says_the_same(folder: Path, expected: dict[str, Result]) -> None:
     driver = EngineDriver(folder, "reference", num_gpu_blocks_override=26, max_num_batched_tokens=24)
     mingle(driver, ASKS, random.Random(2))
     greedy = [name for number, ask in enumerate(ASKS) if ask.params is GREEDY for name in names_of(f"{number}", ask)]
-    assert [driver.told[name].tokens for name in greedy] == [expected[name].tokens for name in greedy]
+    assert [driver.results[name].tokens for name in greedy] == [expected[name].tokens for name in greedy]
 
 
-def test_a_new_engine_goes_on_where_one_has_died(folder: Path, expected: dict[str, Told]) -> None:
+def test_a_new_engine_goes_on_where_one_has_died(folder: Path, expected: dict[str, Result]) -> None:
     first, second = EngineDriver(folder), EngineDriver(folder, max_num_batched_tokens=16)
     for number, ask in enumerate(ASKS):
         first.add(f"{number}", ask)
@@ -95,16 +95,16 @@ def test_a_new_engine_goes_on_where_one_has_died(folder: Path, expected: dict[st
     for number, ask in enumerate(ASKS):
         second.take_over(first, f"{number}", ask)
     second.run()
-    assert second.told == expected
+    assert second.results == expected
 
 
-def test_nothing_is_left_of_states_after_sleep(folder: Path, expected: dict[str, Told]) -> None:
+def test_nothing_is_left_of_states_after_sleep(folder: Path, expected: dict[str, Result]) -> None:
     driver = EngineDriver(folder)
-    driver.ask("before", ASKS[0])
+    driver.generate("before", ASKS[0])
     for level in (1, 2):
         driver.core.call("sleep", {"level": level})
         driver.core.call("wake_up")
-        assert driver.ask(f"{level}", ASKS[0]) == expected["0"]
+        assert driver.generate(f"{level}", ASKS[0]) == expected["0"]
 
 
 # Beams
@@ -141,7 +141,7 @@ def by_hand(driver: EngineDriver, prompt: list[int], params: BeamSearchParams) -
         candidates = []
         for tokens in running:
             asked += 1
-            (top,) = driver.ask(f"hand-{len(prompt)}-{asked}", Ask(prompt + tokens, one, 1)).logprobs
+            (top,) = driver.generate(f"hand-{len(prompt)}-{asked}", Request(prompt + tokens, one, 1)).logprobs
             candidates.append((top.token_ids[1:], top.logprobs[1:]))
         running = [running[parent] + [token] for parent, token in search.advance(candidates).running]
     return [beam.token_ids for beam in search.beams()]

@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.engine.resolve import resolve_config
 from quire.worker.footprint import Footprint
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2, ignore_eos=True)
 RANDOM = SamplingParams(temperature=0.8, logprobs=2, ignore_eos=True)
@@ -31,11 +31,11 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, 160) for _ in range(length)]
 
 
-ASKS = {f"{i}": Ask(prompt_of(i, 21 + 7 * i), GREEDY, max_tokens=17) for i in range(4)}
+ASKS = {f"{i}": Request(prompt_of(i, 21 + 7 * i), GREEDY, max_tokens=17) for i in range(4)}
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_deepseek: Path) -> dict[str, Told]:
+def truth(tiny_deepseek: Path) -> dict[str, Result]:
     """What each request says by itself."""
     return alone(tiny_deepseek, ASKS.values())
 
@@ -44,7 +44,7 @@ def truth(tiny_deepseek: Path) -> dict[str, Told]:
     ("mode", "counter"), [("recompute", "num_preemptions"), ("swap", "num_swapped_out")], ids=["recompute", "swap"]
 )
 def test_preempted_requests_go_on_as_if_nothing_had_been(
-    tiny_deepseek: Path, mode: str, counter: str, truth: dict[str, Told]
+    tiny_deepseek: Path, mode: str, counter: str, truth: dict[str, Result]
 ) -> None:
     engine = EngineDriver(
         tiny_deepseek, num_gpu_blocks_override=24, preemption_mode=mode, swap_space="16MiB", watermark=0.0
@@ -53,31 +53,33 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(
         engine.add(name, ask)
     engine.run()
     assert engine.core.call("stats")[counter] > 0
-    assert engine.told == truth
+    assert engine.results == truth
     engine.check_all_free()
 
 
-def test_a_beginning_that_was_seen_before_is_not_computed_again(tiny_deepseek: Path, truth: dict[str, Told]) -> None:
+def test_a_beginning_that_was_seen_before_is_not_computed_again(tiny_deepseek: Path, truth: dict[str, Result]) -> None:
     engine = EngineDriver(tiny_deepseek)
     told = []
     for name in ("first", "second"):
         engine.add(name, ASKS["3"])
         engine.run()
-        told.append(engine.told[name])
+        told.append(engine.results[name])
     assert (told[0].num_cached, told[1].num_cached) == (0, len(ASKS["3"].prompt) - 1)
     assert told[0] == told[1] == truth["3"]
 
 
 def test_sequences_of_one_prompt_share_its_blocks_until_they_write(tiny_deepseek: Path) -> None:
-    ask = Ask(prompt_of(9, 18), RANDOM, max_tokens=9, seeds=(1, 2, 3))  # the last block is half full
+    ask = Request(prompt_of(9, 18), RANDOM, max_tokens=9, seeds=(1, 2, 3))  # the last block is half full
     engine = EngineDriver(tiny_deepseek)
     engine.add("0", ask)
     engine.run()
-    assert engine.told == alone(tiny_deepseek, [ask])
-    assert len({tuple(told.tokens) for told in engine.told.values()}) == 3
+    assert engine.results == alone(tiny_deepseek, [ask])
+    assert len({tuple(told.tokens) for told in engine.results.values()}) == 3
 
 
-def test_what_left_the_device_comes_back_from_disk(tiny_deepseek: Path, tmp_path: Path, truth: dict[str, Told]) -> None:
+def test_what_left_the_device_comes_back_from_disk(
+    tiny_deepseek: Path, tmp_path: Path, truth: dict[str, Result]
+) -> None:
     engine = EngineDriver(
         tiny_deepseek, num_gpu_blocks_override=18, swap_space=0, kv_disk_space="16MiB", kv_disk_dir=str(tmp_path)
     )
@@ -88,7 +90,7 @@ def test_what_left_the_device_comes_back_from_disk(tiny_deepseek: Path, tmp_path
     engine.run()
     stats = engine.core.call("stats")
     assert stats["disk_cache_hits"] > 0
-    assert engine.told["again"] == truth["3"]
+    assert engine.results["again"] == truth["3"]
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.test_gpu_engine import COMMON, GREEDY, HOT, OPTIONS, SMALL, ask, check_same, said
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.helpers.transfers import COPY, moves
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -45,7 +45,7 @@ class Watched:
         self.num_streaming += any(block.block_id >= first_layerwise for name in names for block in kv.tables[name][0])
 
 
-def compare(folder: Path, turns: list[list[Ask]], *, streamed: int | None, **options: Any) -> Watched:
+def compare(folder: Path, turns: list[list[Request]], *, streamed: int | None, **options: Any) -> Watched:
     """Have a CPU say it, and a GPU with layerwise blocks, of which a step loads so many; return what was seen."""
     given = {
         **OPTIONS,
@@ -63,11 +63,11 @@ def compare(folder: Path, turns: list[list[Ask]], *, streamed: int | None, **opt
     for driver in drivers.values():
         said(driver, turns)
         driver.close()
-    check_same(drivers["cuda"].told, drivers["cpu"].told, cached=False)
+    check_same(drivers["cuda"].results, drivers["cpu"].results, cached=False)
     return watched
 
 
-def prompts(count: int, length: int = 9, **options: Any) -> list[Ask]:
+def prompts(count: int, length: int = 9, **options: Any) -> list[Request]:
     return [ask([3 + number, *COMMON[: length - 1]], GREEDY, **options) for number in range(count)]
 
 

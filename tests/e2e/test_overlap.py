@@ -18,7 +18,7 @@ from quire.executor.base import Executor
 from quire.sampling.sampler import NO_TOKEN_LEFT
 from quire.step import ModelOutput, PendingOutput, SchedulerOutput
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, alone, mingle, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, alone, mingle, names_of
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,7 +90,7 @@ def watch(core: EngineCore) -> Counting:
     return counting
 
 
-def make_asks(seed: int, count: int, *, overlapping: bool = False) -> list[Ask]:
+def make_requests(seed: int, count: int, *, overlapping: bool = False) -> list[Request]:
     """Requests of which many begin alike, and many end by a stop id; not `overlapping`: some that the host sees to."""
     rng = random.Random(seed)
     common = [rng.randrange(3, VOCAB) for _ in range(60)]
@@ -105,24 +105,24 @@ def make_asks(seed: int, count: int, *, overlapping: bool = False) -> list[Ask]:
         stop_ids = tuple(range(2, 2 + rng.choice([1, 12])))
         words = tuple(tuple(rng.choices(range(40, 52), k=length)) for length in (1, 2, 2, 3)) if number % 3 else ()
         kind, most = kinds[number % len(kinds)], rng.randrange(1, 30)
-        asks.append(Ask(prompt, kind, most, seeds, stop_ids=stop_ids, bad_words=words))
+        asks.append(Request(prompt, kind, most, seeds, stop_ids=stop_ids, bad_words=words))
     return asks
 
 
 @pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("road", ROADS)
 def test_no_road_changes_what_is_said(folder: Path, tmp_path: Path, road: str, overlapping: bool) -> None:
-    asks = make_asks(3, 11, overlapping=overlapping)
+    asks = make_requests(3, 11, overlapping=overlapping)
     expected = alone(folder, asks)
     options = {**ROADS[road], **({"kv_disk_dir": str(tmp_path)} if road == "disk" else {})}
     driver = EngineDriver(folder, async_scheduling=True, **options)
     counting = watch(driver.core)
     for turn in range(2):
-        driver.told.clear()
+        driver.results.clear()
         mingle(driver, asks, random.Random(turn), twins=True)
         for number, ask in enumerate(asks):
             for name in names_of(f"{number}", ask):
-                assert driver.told[name] == expected[name], name
+                assert driver.results[name] == expected[name], name
     stats = driver.stats()
     driver.check_all_free()
     driver.close()
@@ -145,13 +145,15 @@ def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, device: s
         kind, length = kinds[number % len(kinds)], (2, 9, 25, 9)[number % 4]
         prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
         stop_ids = tuple(range(2, 3 + 9 * (number % 2)))
-        asks.append(Ask(prompt, OVERLAPPING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind]))
+        asks.append(
+            Request(prompt, OVERLAPPING[kind], 8 + 3 * number, (number,), stop_ids=stop_ids, bad_words=WORDS[kind])
+        )
     driver = EngineDriver(folder, device, async_scheduling=True, max_num_batched_tokens=20)
     counting = watch(driver.core)
     for number, ask in enumerate(asks):
         driver.add(f"{number}", ask)
     driver.run()
-    assert driver.told == alone(folder, asks, device)
+    assert driver.results == alone(folder, asks, device)
     assert counting.num_postponed == 0 and counting.num_ahead >= driver.stats().num_steps - 1
     driver.check_all_free()
     driver.close()
@@ -161,13 +163,13 @@ def test_options_that_the_device_sees_to_hold_nothing_up(folder: Path, device: s
 def test_a_row_that_the_host_sees_to_holds_up_its_steps_and_no_others(
     folder: Path, kind: SamplingParams, steps: int
 ) -> None:
-    asks = [Ask([5, 6, 7], FANCY, 20, (1,), stop_ids=()), Ask([8, 9], kind, 4, (2,), stop_ids=())]
+    asks = [Request([5, 6, 7], FANCY, 20, (1,), stop_ids=()), Request([8, 9], kind, 4, (2,), stop_ids=())]
     driver = EngineDriver(folder, async_scheduling=True)
     counting = watch(driver.core)
     for number, ask in enumerate(asks):
         driver.add(f"{number}", ask)
     driver.run()
-    assert driver.told == alone(folder, asks)
+    assert driver.results == alone(folder, asks)
     assert counting.num_postponed == steps and counting.num_ahead == 19 - steps
     driver.close()
 
@@ -176,9 +178,12 @@ def test_a_row_that_the_host_sees_to_holds_up_its_steps_and_no_others(
 def test_a_sequence_without_a_token_left_is_told_so_when_its_step_lands(folder: Path, ends: bool) -> None:
     """Its second token may not be what alone is allowed; whoever runs beside it notices nothing."""
     only = SamplingParams(temperature=0.0, allowed_token_ids=[5], logprobs=1, min_tokens=3)
-    asks = {"lost": Ask([4, 4], only, 9, stop_ids=(), bad_words=((5, 5),)), "well": Ask([9, 8], FANCY, 6, stop_ids=())}
+    asks = {
+        "lost": Request([4, 4], only, 9, stop_ids=(), bad_words=((5, 5),)),
+        "well": Request([9, 8], FANCY, 6, stop_ids=()),
+    }
     if not ends:
-        asks["lost"] = Ask([4, 4], only, 9, stop_ids=(), bad_words=((5, 6),))
+        asks["lost"] = Request([4, 4], only, 9, stop_ids=(), bad_words=((5, 6),))
     told = []
     for overlapped in (False, True):
         driver = EngineDriver(folder, async_scheduling=overlapped)
@@ -200,7 +205,7 @@ def test_a_sequence_without_a_token_left_is_told_so_when_its_step_lands(folder: 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_what_ends_by_length_costs_nothing_more(folder: Path, device: str) -> None:
-    asks = [Ask(list(range(5, 15 + number)), GREEDY, 3 + number, stop_ids=()) for number in range(4)]
+    asks = [Request(list(range(5, 15 + number)), GREEDY, 3 + number, stop_ids=()) for number in range(4)]
     told, steps = [], []
     for overlapped in (False, True):
         driver = EngineDriver(folder, device, async_scheduling=overlapped)
@@ -208,7 +213,7 @@ def test_what_ends_by_length_costs_nothing_more(folder: Path, device: str) -> No
         for number, ask in enumerate(asks):
             driver.add(f"{number}", ask)
         driver.run()
-        told.append(driver.told)
+        told.append(driver.results)
         stats = driver.stats()
         steps.append((stats.num_steps, stats.num_scheduled_tokens, stats.num_discarded_tokens))
         assert counting.num_ahead == (stats.num_steps if overlapped else 0)  # also what says that the last has ended
@@ -248,19 +253,19 @@ def test_texts_usage_and_reasons_of_many_are_the_same(folder: Path) -> None:
 
 def test_nothing_is_left_of_an_aborted_request_that_was_in_flight(folder: Path) -> None:
     driver = EngineDriver(folder, async_scheduling=True)
-    driver.add("a", Ask(list(range(5, 25)), GREEDY, 30, stop_ids=()))
+    driver.add("a", Request(list(range(5, 25)), GREEDY, 30, stop_ids=()))
     for _ in range(4):
         driver.step()
     driver.abort("a")
-    driver.add("a", Ask(list(range(30, 50)), GREEDY, 5, stop_ids=()))
+    driver.add("a", Request(list(range(30, 50)), GREEDY, 5, stop_ids=()))
     driver.run()
-    again = alone(folder, [Ask(list(range(30, 50)), GREEDY, 5, stop_ids=())])["0"]
-    assert driver.told["a"].tokens[-5:] == again.tokens and len(driver.told["a"].tokens) == 8
-    driver.add("b", Ask(list(range(5, 25)), GREEDY, 30, stop_ids=()))
+    again = alone(folder, [Request(list(range(30, 50)), GREEDY, 5, stop_ids=())])["0"]
+    assert driver.results["a"].tokens[-5:] == again.tokens and len(driver.results["a"].tokens) == 8
+    driver.add("b", Request(list(range(5, 25)), GREEDY, 30, stop_ids=()))
     driver.step()
     driver.abort("b")
     assert driver.core.call("sleep", {"level": 1})["level"] == 1
     driver.core.call("wake_up")
-    assert driver.ask("c", Ask(list(range(30, 50)), GREEDY, 5, stop_ids=())) == again
+    assert driver.generate("c", Request(list(range(30, 50)), GREEDY, 5, stop_ids=())) == again
     driver.check_all_free()
     driver.close()

@@ -11,20 +11,20 @@ from quire import SamplingParams
 from quire.demo import demo_model_path
 from quire.engine_request import ThinkingData
 from quire.errors import RequestError
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone, names_of
 
 VOCAB = 400
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
 
 
-def asks(seed: int) -> list[Ask]:
+def asks(seed: int) -> list[Request]:
     """Requests of all kinds that remember what they generated."""
     rng = random.Random(seed)
 
-    def ask(params: SamplingParams, count: int = 1, **more: Any) -> Ask:
+    def ask(params: SamplingParams, count: int = 1, **more: Any) -> Request:
         prompt = [rng.randrange(10, VOCAB) for _ in range(rng.choice([2, 9, 40, 130]))]
         seeds = tuple(rng.randrange(2**40) for _ in range(count))
-        return Ask(prompt, params, rng.randrange(6, 28), seeds, **more)
+        return Request(prompt, params, rng.randrange(6, 28), seeds, **more)
 
     warm = {"temperature": 1.0}
     return [
@@ -63,8 +63,8 @@ def test_texts_go_on_in_another_engine_as_if_nothing_had_happened(options: dict[
             driver.take_over(dead, f"{number}", ask)
         dead.close()
     driver.run()
-    assert driver.told.keys() == {name for number, ask in enumerate(wanted) for name in names_of(f"{number}", ask)}
-    for name, told in driver.told.items():
+    assert driver.results.keys() == {name for number, ask in enumerate(wanted) for name in names_of(f"{number}", ask)}
+    for name, told in driver.results.items():
         assert told == expected[name], name
     driver.check_all_free()
     driver.close()
@@ -75,15 +75,15 @@ def test_a_resumed_request_can_be_aborted_one_by_one() -> None:
     ask = asks(0)[1]
     first = EngineDriver(folder, **OPTIONS)
     first.add("r", ask)
-    while not all(name in first.told for name in names_of("r", ask)):
+    while not all(name in first.results for name in names_of("r", ask)):
         first.step()
     second = EngineDriver(folder, **OPTIONS)
     second.take_over(first, "r", ask)
     second.abort("r-1")
     second.run()
     expected = alone(folder, [ask], **OPTIONS)
-    assert second.told["r-0"] == expected["0-0"] and second.told["r-2"] == expected["0-2"]
-    assert second.told["r-1"].finish_reason is None
+    assert second.results["r-0"] == expected["0-0"] and second.results["r-2"] == expected["0-2"]
+    assert second.results["r-1"].finish_reason is None
     second.check_all_free()
     first.close()
     second.close()
@@ -92,8 +92,8 @@ def test_a_resumed_request_can_be_aborted_one_by_one() -> None:
 def test_a_sequence_is_not_resumed_without_tokens() -> None:
     driver = EngineDriver(demo_model_path(), **OPTIONS)
     other = EngineDriver(demo_model_path(), **OPTIONS)
-    other.told = {"r-0": Told(tokens=[5]), "r-1": Told(), "r-2": Told(tokens=[6])}
-    other.sampler_states = dict.fromkeys(other.told)
+    other.results = {"r-0": Result(tokens=[5]), "r-1": Result(), "r-2": Result(tokens=[6])}
+    other.sampler_states = dict.fromkeys(other.results)
     with pytest.raises(RequestError, match="needs the tokens"):
         driver.take_over(other, "r", asks(0)[1])
     driver.check_all_free()

@@ -19,7 +19,7 @@ from quire import LLM, AsyncLLM
 from quire.errors import ConfigError, GenerationError, RequestError, UnsupportedError
 from quire.outputs import FlatLogprobs, RequestOutput
 from quire.sampling_params import SamplingParams
-from tests.helpers.engine_driver import Ask, EngineDriver, alone, mingle
+from tests.helpers.engine_driver import EngineDriver, Request, alone, mingle
 
 PROMPT = "KING RICHARD:\nGood morrow to my lord. Good morrow to my"
 MAX_TOKENS = 12
@@ -417,7 +417,7 @@ STATEFUL = [
 def test_preemption_batches_and_forks_change_nothing(tiny_llama: Path, seed: int, scheduler: str) -> None:
     rng = random.Random(seed)
     asks = [
-        Ask(
+        Request(
             [rng.randrange(3, 160) for _ in range(rng.choice([3, 9, 20]))],
             SamplingParams(**fields, temperature=1.0),
             max_tokens=20,
@@ -427,7 +427,7 @@ def test_preemption_batches_and_forks_change_nothing(tiny_llama: Path, seed: int
     ]
     for place, ask in enumerate(asks):  # positions to score must exist
         if ask.params.prompt_logprob_start and len(ask.prompt) < 9:
-            asks[place] = Ask([*ask.prompt] * 3, ask.params, ask.max_tokens, ask.seeds)
+            asks[place] = Request([*ask.prompt] * 3, ask.params, ask.max_tokens, ask.seeds)
     hoped = alone(tiny_llama, asks, logits_processors=[PLUGIN])
     driver = EngineDriver(
         tiny_llama,
@@ -441,4 +441,4 @@ def test_preemption_batches_and_forks_change_nothing(tiny_llama: Path, seed: int
     assert driver.stats().num_preemptions > 0
     driver.check_all_free()
     driver.close()
-    assert driver.told == hoped
+    assert driver.results == hoped

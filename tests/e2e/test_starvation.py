@@ -10,7 +10,7 @@ import pytest
 
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone, mingle
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,7 +28,7 @@ TWO_KINDS: dict[str, Any] = {
 WINDOW = 21
 
 
-def make_asks() -> list[Ask]:
+def make_requests() -> list[Request]:
     """Requests whose prompts share beginnings; every other one is sampled, some have several sequences."""
     rng = random.Random(3)
     common = [rng.randrange(3, VOCAB) for _ in range(22)]
@@ -36,11 +36,11 @@ def make_asks() -> list[Ask]:
     for number in range(12):
         prompt = common[: rng.randrange(23)] + [rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 6, 15]))]
         seeds = tuple(range(number, number + (3 if number % 4 == 3 else 1)))
-        asks.append(Ask(prompt, SEEDED if number % 2 else GREEDY, rng.randrange(12, 26), seeds))
+        asks.append(Request(prompt, SEEDED if number % 2 else GREEDY, rng.randrange(12, 26), seeds))
     return asks
 
 
-ASKS = make_asks()
+ASKS = make_requests()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, dict[str, Told]]:
+def expected(folders: dict[str, Path]) -> dict[str, dict[str, Result]]:
     """What each sequence of ASKS says alone, by folder."""
     return {name: alone(folder, ASKS) for name, folder in folders.items()}
 
@@ -78,7 +78,7 @@ NUM_BLOCKS = {"full": 36, "two kinds": 76, "window": 32}
 )
 def test_starved_requests_say_what_they_say_alone(
     folders: dict[str, Path],
-    expected: dict[str, dict[str, Told]],
+    expected: dict[str, dict[str, Result]],
     folder: str,
     scheduler: str,
     mode: str,
@@ -94,7 +94,7 @@ def test_starved_requests_say_what_they_say_alone(
         enable_prefix_caching=caching,
     )
     mingle(driver, ASKS, random.Random(1))
-    assert driver.told == expected[folder]
+    assert driver.results == expected[folder]
     stats = driver.stats()
     assert stats.num_preemptions > 0
     assert (stats.num_swapped_out > 0) == (mode == "swap")
@@ -104,7 +104,7 @@ def test_starved_requests_say_what_they_say_alone(
 
 def test_only_requests_of_several_sequences_are_swapped_by_default(folders: dict[str, Path]) -> None:
     for seeds, swaps in (((5,), False), ((5, 6, 7), True)):
-        asks = [Ask(ask.prompt, ask.params, 24, seeds) for ask in ASKS]
+        asks = [Request(ask.prompt, ask.params, 24, seeds) for ask in ASKS]
         driver = EngineDriver(folders["full"], num_gpu_blocks_override=40, swap_space="1MiB")
         mingle(driver, asks, random.Random(2))
         stats = driver.stats()
@@ -115,8 +115,8 @@ def test_only_requests_of_several_sequences_are_swapped_by_default(folders: dict
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_sequences_that_fill_the_pool_to_its_last_block_run(folders: dict[str, Path], mode: str) -> None:
     """No block to spare: each of three sequences ends with 8 blocks of its own, and the pool has 24."""
-    ask = Ask(list(range(10, 27)), SEEDED, 16, (1, 2, 3))
-    others = [Ask(list(range(40, 56)), GREEDY, 10, (number,)) for number in range(3)]
+    ask = Request(list(range(10, 27)), SEEDED, 16, (1, 2, 3))
+    others = [Request(list(range(40, 56)), GREEDY, 10, (number,)) for number in range(3)]
     asks = [*others, ask]
     expected = alone(folders["full"], asks)
     driver = EngineDriver(
@@ -130,18 +130,18 @@ def test_sequences_that_fill_the_pool_to_its_last_block_run(folders: dict[str, P
     for number, item in enumerate(asks):
         driver.add(f"{number}", item)
     driver.run()
-    assert driver.told == expected
+    assert driver.results == expected
     driver.check_all_free()
 
 
 def test_evicted_prefixes_come_back_from_the_host(folders: dict[str, Path]) -> None:
     prompts = [[number, *range(20, 50)] for number in range(3, 9)]
-    asks = [Ask(prompt, GREEDY, 2) for prompt in prompts]
+    asks = [Request(prompt, GREEDY, 2) for prompt in prompts]
     expected = alone(folders["full"], asks)
     driver = EngineDriver(folders["full"], num_gpu_blocks_override=20, swap_space="1MiB")
     for turn in range(2):
         for number, ask in enumerate(asks):
-            told = driver.ask(f"{turn}-{number}", ask)
+            told = driver.generate(f"{turn}-{number}", ask)
             assert told == expected[f"{number}"]
             assert told.num_cached == (28 if turn else 0)
     assert driver.stats().host_cache_hits > 0
@@ -154,7 +154,7 @@ def test_windows_bound_the_blocks_of_a_long_text(folders: dict[str, Path], folde
     prompt = [7 * i % (VOCAB - 3) + 3 for i in range(60)]
     length, step = 160, 24
     driver = EngineDriver(folders[folder], max_num_batched_tokens=step)
-    told = driver.ask("a", Ask(prompt, GREEDY, length, stop_ids=()))
+    told = driver.generate("a", Request(prompt, GREEDY, length, stop_ids=()))
     assert told.tokens == transformers_greedy(folders[folder], prompt, length)
     whole = -(-(len(prompt) + length - 1) // 4)
     window = WINDOW if folder == "window" else TWO_KINDS["sliding_window"]

@@ -12,7 +12,7 @@ from quire.sampling_params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver, Told, alone, mingle, names_of
+from tests.helpers.engine_driver import EngineDriver, Request, Result, alone, mingle, names_of
 
 RECORD = r"""start: "{\"name\": \"" /[a-zäé]{1,12}/ "\", \"age\": " /[1-9][0-9]{0,2}/ ", \"is_member\": " flag "}"
 flag: "true" | "false"
@@ -56,11 +56,11 @@ def end_id(tokenizer: Tokenizer) -> int:
     return index
 
 
-def asks(tokenizer: Tokenizer, params: SamplingParams, seed: int) -> list[Ask]:
+def asks(tokenizer: Tokenizer, params: SamplingParams, seed: int) -> list[Request]:
     """Return a request for each form."""
     prompt = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
     stop = (end_id(tokenizer),)
-    return [Ask(prompt, params, 80, seeds=(seed,), stop_ids=stop, grammar=grammar) for grammar, _ in FORMS]
+    return [Request(prompt, params, 80, seeds=(seed,), stop_ids=stop, grammar=grammar) for grammar, _ in FORMS]
 
 
 @pytest.mark.parametrize(("device", "jump_forward"), [("cpu", True), ("cpu", False), ("reference", True)])
@@ -70,8 +70,8 @@ def test_every_text_satisfies_its_grammar(folder: Path, tokenizer: Tokenizer, de
         for index, ask in enumerate(asks(tokenizer, params, number)):
             driver.add(f"{number}-{index}", ask)
     driver.run()
-    assert len(driver.told) == 5 * len(FORMS)
-    for name, told in driver.told.items():
+    assert len(driver.results) == 5 * len(FORMS)
+    for name, told in driver.results.items():
         text = tokenizer.decode(told.tokens)
         assert re.fullmatch(FORMS[int(name[2:])][1], text), text
         assert told.finish_reason == "stop"
@@ -79,7 +79,7 @@ def test_every_text_satisfies_its_grammar(folder: Path, tokenizer: Tokenizer, de
     driver.close()
 
 
-def variety(tokenizer: Tokenizer) -> list[Ask]:
+def variety(tokenizer: Tokenizer) -> list[Request]:
     """Return requests of many kinds, with prompts that share beginnings."""
     rng = random.Random(7)
     text = "The quick brown fox jumps over the lazy dog. Hello, hello world! " * 2
@@ -96,7 +96,7 @@ def variety(tokenizer: Tokenizer) -> list[Ask]:
         prompt = tokenizer.encode(text[: rng.choice([5, 40, 70, 110])] + "abc"[: rng.randrange(3)])
         grammar, _ = FORMS[number % len(FORMS)]
         found.append(
-            Ask(
+            Request(
                 prompt,
                 params[number % len(params)],
                 rng.choice([3, 25, 80]),
@@ -108,7 +108,7 @@ def variety(tokenizer: Tokenizer) -> list[Ask]:
     return found
 
 
-def check_texts(tokenizer: Tokenizer, asked: list[Ask], told: dict[str, Told]) -> None:
+def check_texts(tokenizer: Tokenizer, asked: list[Request], told: dict[str, Result]) -> None:
     """Assert that what ended by itself satisfies its grammar, and what was cut begins a text that does."""
     by_grammar = dict(FORMS)
     num_whole = 0
@@ -142,7 +142,7 @@ ROADS: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def singly(folder: Path, tokenizer: Tokenizer) -> dict[bool, dict[str, Told]]:
+def singly(folder: Path, tokenizer: Tokenizer) -> dict[bool, dict[str, Result]]:
     """What each sequence says alone, with jumps and without."""
     return {jumps: alone(folder, variety(tokenizer), jump_forward=jumps) for jumps in (True, False)}
 
@@ -158,12 +158,12 @@ WITHOUT_JUMPS = ("ahead", "swap")  # others are for slow runs
     ],
 )
 def test_every_road_gives_what_the_request_alone_gives(
-    folder: Path, tokenizer: Tokenizer, singly: dict[bool, dict[str, Told]], road: str, jump_forward: bool
+    folder: Path, tokenizer: Tokenizer, singly: dict[bool, dict[str, Result]], road: str, jump_forward: bool
 ) -> None:
     asked = variety(tokenizer)
     driver = EngineDriver(folder, jump_forward=jump_forward, **ROADS[road])
     mingle(driver, asked, random.Random(1), twins=True)
-    told = {name: told for name, told in driver.told.items() if not name.startswith("twin")}
+    told = {name: told for name, told in driver.results.items() if not name.startswith("twin")}
     assert told == singly[jump_forward]
     check_texts(tokenizer, asked, told)
     stats = driver.stats()
@@ -180,7 +180,7 @@ def test_sliding_windows_change_nothing(windowed: Path, tokenizer: Tokenizer) ->
     for road in ("chunks", "recompute", "prefill_first"):
         driver = EngineDriver(windowed, **ROADS[road])
         mingle(driver, asked, random.Random(2))
-        assert driver.told == singly
+        assert driver.results == singly
         driver.check_all_free()
         driver.close()
     check_texts(tokenizer, asked, singly)

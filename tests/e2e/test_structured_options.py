@@ -17,7 +17,7 @@ from quire.step import SequenceOutput
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import train_byte_level, write_folder
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 
 GREEDY = SamplingParams(temperature=0.0)
 HOT = SamplingParams(temperature=2.0)
@@ -88,8 +88,8 @@ def test_forced_text_costs_one_forward_pass(folder: Path, tokenizer: Tokenizer) 
     steps = {}
     for jump_forward in (True, False):
         driver = EngineDriver(folder, jump_forward=jump_forward)
-        ask = Ask([5, 6], GREEDY, 200, grammar="start: " + repr(text).replace('"', '\\"').replace("'", '"'))
-        told = driver.ask("a", ask)
+        ask = Request([5, 6], GREEDY, 200, grammar="start: " + repr(text).replace('"', '\\"').replace("'", '"'))
+        told = driver.generate("a", ask)
         assert told.tokens == ids(tokenizer, text)  # as the tokenizer spells it
         steps[jump_forward] = driver.stats().num_steps
         driver.close()
@@ -100,10 +100,10 @@ def test_forced_text_costs_one_forward_pass(folder: Path, tokenizer: Tokenizer) 
 def test_log_probabilities_are_the_models_own(driver: EngineDriver, tokenizer: Tokenizer) -> None:
     """Each token has its own, those that had no alternative too."""
     prompt = ids(tokenizer, "Hello")
-    told = driver.ask("lp", Ask(prompt, GREEDY.clone(logprobs=3), 40, grammar=FIELD))
+    told = driver.generate("lp", Request(prompt, GREEDY.clone(logprobs=3), 40, grammar=FIELD))
     assert re.fullmatch(r'\{"size": [1-9][0-9]?\}', tokenizer.decode(told.tokens))
     assert len(told.logprobs) == len(told.tokens)
-    plain = driver.ask("scored", Ask(prompt + told.tokens, GREEDY.clone(prompt_logprobs=3), 1))
+    plain = driver.generate("scored", Request(prompt + told.tokens, GREEDY.clone(prompt_logprobs=3), 1))
     expected = plain.prompt_logprobs[len(prompt) - 1 :]
     assert [entry.token_ids for entry in told.logprobs] == [entry.token_ids for entry in expected]
     for got, want in zip(told.logprobs, expected, strict=True):
@@ -125,8 +125,8 @@ def test_beams_are_texts_of_the_grammar_with_the_models_own_sums(
     for number, beam in enumerate(news.beams):
         assert beam.token_ids[-1] == 422
         assert re.fullmatch("(a|b|ab|cd|日)[0-9]", tokenizer.decode(beam.token_ids))
-        scored = driver.ask(
-            f"beam-{len(stop_ids)}-{number}", Ask(prompt + beam.token_ids, GREEDY.clone(prompt_logprobs=0), 1)
+        scored = driver.generate(
+            f"beam-{len(stop_ids)}-{number}", Request(prompt + beam.token_ids, GREEDY.clone(prompt_logprobs=0), 1)
         )
         entries = scored.prompt_logprobs[len(prompt) - 1 :]
         assert beam.cumulative_logprob == pytest.approx(sum(entry.logprobs[0] for entry in entries), abs=1e-4)
@@ -155,24 +155,28 @@ def test_all_beams_there_are(driver: EngineDriver, tokenizer: Tokenizer) -> None
 def test_the_end_waits_for_min_tokens_while_there_is_anything_else(driver: EngineDriver, tokenizer: Tokenizer) -> None:
     end = tokenizer.control_tokens["<|im_end|>"]
     likely = HOT.clone(logit_bias={end: 100.0})
-    told = driver.ask("free", Ask([5, 6], likely, 40, stop_ids=(end,), grammar="start: /[a-z]*/"))
+    told = driver.generate("free", Request([5, 6], likely, 40, stop_ids=(end,), grammar="start: /[a-z]*/"))
     assert told.tokens == [end]
     for number, stop_ids in enumerate([(end,), ()]):
-        ask = Ask([5, 6], likely.clone(min_tokens=7), 40, stop_ids=stop_ids, grammar="start: /[a-z]*/")
-        told = driver.ask(f"min-{number}", ask)
+        ask = Request([5, 6], likely.clone(min_tokens=7), 40, stop_ids=stop_ids, grammar="start: /[a-z]*/")
+        told = driver.generate(f"min-{number}", ask)
         assert len(told.tokens) == 7 + (number == 0) or told.tokens[7] == end
         assert end not in told.tokens[:7]
         assert told.finish_reason == "stop"
-    told = driver.ask("short", Ask([5, 6], likely.clone(min_tokens=7), 40, stop_ids=(end,), grammar='start: "ab"?'))
+    told = driver.generate(
+        "short", Request([5, 6], likely.clone(min_tokens=7), 40, stop_ids=(end,), grammar='start: "ab"?')
+    )
     assert tokenizer.decode(told.tokens) == "ab"
     assert told.finish_reason == "stop"
-    told = driver.ask("empty", Ask([5, 6], likely.clone(min_tokens=7), 40, stop_ids=(end,), grammar='start: ""'))
+    told = driver.generate(
+        "empty", Request([5, 6], likely.clone(min_tokens=7), 40, stop_ids=(end,), grammar='start: ""')
+    )
     assert (told.tokens, told.finish_reason) == ([end], "stop")
 
 
 def test_options_that_leave_no_token_end_only_their_request(driver: EngineDriver, tokenizer: Tokenizer) -> None:
     barred = ids(tokenizer, "yes")
-    driver.add("beside", Ask([5, 6, 7], GREEDY, 10, grammar="start: /[a-z]{30}/"))
+    driver.add("beside", Request([5, 6, 7], GREEDY, 10, grammar="start: /[a-z]{30}/"))
     news = run(driver, message([5, 6], GREEDY.clone(allowed_token_ids=ids(tokenizer, "no")), grammar='start: "yes"'))
     failed = next(entry for entry in news if entry.sequence_id == "r")
     assert failed.finish_reason == "error"
@@ -207,7 +211,7 @@ def test_long_constants_are_spelled_piece_by_piece(folder: Path, tokenizer: Toke
     text = "größer 日本語 words and-more 12345 " * 60
     assert len(text.encode()) > 2 * MAX_FORCED_BYTES
     driver = EngineDriver(folder, max_model_len=2500, num_gpu_blocks_override=700, hf_overrides=LONG)
-    told = driver.ask("a", Ask([5, 6], GREEDY, 2400, grammar=f'start: "{text}"'))
+    told = driver.generate("a", Request([5, 6], GREEDY, 2400, grammar=f'start: "{text}"'))
     assert told.tokens == ids(tokenizer, text)
     assert told.finish_reason == "stop"
     assert driver.stats().num_steps == 1
@@ -229,19 +233,19 @@ def test_reasoning_ends_when_its_budget_is_used_up(driver: EngineDriver, tokeniz
     for budget in (0, 1, 5):
         thinking = ThinkingData(start, end, budget, open=True)
         for number, params in enumerate([HOT, HOT.clone(logprobs=0), GREEDY]):
-            ask = Ask([5, 6], params, 60, seeds=(budget,), stop_ids=(422,), grammar=open_grammar, thinking=thinking)
-            told = driver.ask(f"think-{budget}-{number}", ask)
+            ask = Request([5, 6], params, 60, seeds=(budget,), stop_ids=(422,), grammar=open_grammar, thinking=thinking)
+            told = driver.generate(f"think-{budget}-{number}", ask)
             at = next(at for at in range(60) if told.tokens[at : at + len(end)] == end)
             assert budget <= at <= budget + 3  # a character is said to its end
             assert b"".join(map(tokenizer.token_bytes, told.tokens[:at])).decode() or not at
             assert re.fullmatch("[a-c]{3}", tokenizer.decode(told.tokens[at + len(end) :]))
             assert told.finish_reason == "stop"
-        both = [driver.told[f"think-{budget}-{number}"].tokens for number in (0, 1)]
+        both = [driver.results[f"think-{budget}-{number}"].tokens for number in (0, 1)]
         assert both[0][: budget + len(end)] == both[1][: budget + len(end)]
     # Without a grammar, and where the reasoning begins later.
     thinking = ThinkingData(start, end, 4)
     biased = GREEDY.clone(logit_bias={start[0]: 100.0, 422: -100.0})
-    told = driver.ask("later", Ask([5, 6], biased, 30, stop_ids=(422,), thinking=thinking))
+    told = driver.generate("later", Request([5, 6], biased, 30, stop_ids=(422,), thinking=thinking))
     assert told.tokens[0] == start[0]
     assert told.tokens[5 : 5 + len(end)] == end
     assert told.tokens.count(end[-1]) >= 1
@@ -251,13 +255,13 @@ def test_reasoning_ends_when_its_budget_is_used_up(driver: EngineDriver, tokeniz
 def test_budgets_survive_preemption(folder: Path, tokenizer: Tokenizer) -> None:
     start, end = ids(tokenizer, "<think>"), ids(tokenizer, "\n</think>\n\n")
     thinking = ThinkingData(start, end, 21, open=True)
-    asks = [Ask([5, 6, n], HOT, 50, seeds=(n,), stop_ids=(), thinking=thinking) for n in range(6)]
+    asks = [Request([5, 6, n], HOT, 50, seeds=(n,), stop_ids=(), thinking=thinking) for n in range(6)]
     driver = EngineDriver(folder, num_gpu_blocks_override=30, preemption_mode="recompute")
     for number, ask in enumerate(asks):
         driver.add(f"{number}", ask)
     driver.run()
     assert driver.stats().num_preemptions > 0
-    for told in driver.told.values():
+    for told in driver.results.values():
         assert told.tokens[21 : 21 + len(end)] == end
         assert told.finish_reason == "length"
     driver.check_all_free()

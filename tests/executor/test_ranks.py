@@ -19,7 +19,7 @@ from quire.step import AdapterResult, ModelOutput, PendingOutput, SchedulerOutpu
 from quire.worker.worker import Worker, new_backend
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.helpers.ranks import rank_backends
 
 
@@ -105,9 +105,9 @@ def driver(folder: Path, request: pytest.FixtureRequest) -> Iterator[EngineDrive
 
 
 ASKS = {
-    "greedy": Ask([5, 9, 11, 3, 7], SamplingParams(temperature=0.0)),
-    "sampled": Ask([5, 9, 11], SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5), seeds=(3, 4)),
-    "structured": Ask([5, 9, 11], SamplingParams(temperature=1.0), grammar='start: "a" /[0-9]{3,6}/', seeds=(5, 6)),
+    "greedy": Request([5, 9, 11, 3, 7], SamplingParams(temperature=0.0)),
+    "sampled": Request([5, 9, 11], SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5), seeds=(3, 4)),
+    "structured": Request([5, 9, 11], SamplingParams(temperature=1.0), grammar='start: "a" /[0-9]{3,6}/', seeds=(5, 6)),
 }
 
 
@@ -119,7 +119,7 @@ def test_two_ranks_say_what_one_says(folder: Path, driver: EngineDriver) -> None
             either.add(name, ask)
         either.run()
         either.check_all_free()
-    assert driver.told == single.told
+    assert driver.results == single.results
     executor = driver.core.executor
     assert isinstance(executor, ThreadExecutor)
     heads = [worker.kv_cache_spec().layers[0].num_kv_heads for worker in executor.workers]

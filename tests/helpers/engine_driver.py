@@ -1,7 +1,7 @@
 """Drives an `EngineCore` with a real model by requests in token ids, and keeps all it says of each sequence.
 
-`Ask` is a request; `Told` what came of one of its sequences, compared bit by bit. `alone` gives what each sequence says
-by itself: computed in one piece, without any cache.
+A `Result` is what came of one sequence of a `Request`, compared bit by bit. `alone` gives what each sequence says by
+itself: computed in one piece, without any cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.step import SchedulerStats, TokenTopLogprobs
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """A request for as many sequences as there are seeds."""
 
     prompt: list[int]
@@ -36,14 +36,14 @@ class Ask:
     thinking: ThinkingData | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    def single(self, index: int) -> Ask:
+    def single(self, index: int) -> Request:
         """Return the request for sequence `index` alone; of several, the first reports on the prompt."""
         params = self.params if index == 0 else self.params.clone(prompt_logprobs=None, prompt_logprob_start=None)
         return replace(self, params=params, seeds=(self.seeds[index],))
 
 
 @dataclass
-class Told:
+class Result:
     """What was said of one sequence. `num_cached` does not count when two are compared."""
 
     tokens: list[int] = field(default_factory=list)
@@ -70,23 +70,23 @@ class EngineDriver:
             info = load_info(config)
             executor = new_executor(resolve_config(config, info), info)
         self.core = EngineCore(config, executor=executor)
-        self.told: dict[str, Told] = {}
+        self.results: dict[str, Result] = {}
         self.sampler_states: dict[str, float | None] = {}
         self.most_used = 0
         """Most blocks in use after any step."""
 
-    def add(self, name: str, ask: Ask) -> None:
+    def add(self, name: str, ask: Request) -> None:
         """Send a request; its sequences are called name, or name-0 and so on."""
         self._add(name, ask, names_of(name, ask), list(ask.seeds))
 
-    def take_over(self, other: EngineDriver, name: str, ask: Ask) -> None:
+    def take_over(self, other: EngineDriver, name: str, ask: Request) -> None:
         """Go on with a request that another driver had sent, as if that one's engine had died."""
         sequences = names_of(name, ask)
-        told = {key: other.told[key] for key in sequences if key in other.told}
+        told = {key: other.results[key] for key in sequences if key in other.results}
         if not any(item.tokens for item in told.values()):
             self.add(name, ask)
             return
-        self.told.update(told)
+        self.results.update(told)
         self.sampler_states.update((key, other.sampler_states[key]) for key in told)
         left = [index for index, key in enumerate(sequences) if told[key].finish_reason is None]
         if left:
@@ -95,7 +95,7 @@ class EngineDriver:
             self._add(name, ask, keys, [ask.seeds[index] for index in left], resumed)
 
     def _add(
-        self, name: str, ask: Ask, names: list[str], seeds: list[int], resumed: list[ResumedSequence] | None = None
+        self, name: str, ask: Request, names: list[str], seeds: list[int], resumed: list[ResumedSequence] | None = None
     ) -> None:
         self.core.add(
             EngineRequest(
@@ -125,7 +125,7 @@ class EngineDriver:
         self.most_used = max(self.most_used, outputs.stats.num_blocks - outputs.stats.num_free_blocks)
         for news in outputs.outputs:
             assert news.error is None, news.error
-            told = self.told.setdefault(news.sequence_id, Told())
+            told = self.results.setdefault(news.sequence_id, Result())
             told.tokens += news.new_token_ids
             self.sampler_states[news.sequence_id] = news.sampler_state
             told.logprobs += news.logprobs or []
@@ -139,11 +139,11 @@ class EngineDriver:
         while self.core.has_unfinished():
             self.step()
 
-    def ask(self, name: str, ask: Ask) -> Told:
+    def generate(self, name: str, ask: Request) -> Result:
         """Run a request of one sequence to its end, and return what came of it."""
         self.add(name, ask)
         self.run()
-        return self.told[name]
+        return self.results[name]
 
     def stats(self) -> SchedulerStats:
         """Return the counters."""
@@ -163,16 +163,16 @@ class EngineDriver:
         self.core.close()
 
 
-def names_of(name: str, ask: Ask) -> list[str]:
+def names_of(name: str, ask: Request) -> list[str]:
     """Return the names of a request's sequences."""
     return [name] if len(ask.seeds) == 1 else [f"{name}-{index}" for index in range(len(ask.seeds))]
 
 
-ALONE: dict[str, dict[str, Told]] = {}
+ALONE: dict[str, dict[str, Result]] = {}
 """What `alone` has computed; the tests of each module begin with nothing (tests/e2e/conftest.py)."""
 
 
-def alone(model: Path | str, asks: Iterable[Ask], device: str = "cpu", **options: object) -> dict[str, Told]:
+def alone(model: Path | str, asks: Iterable[Request], device: str = "cpu", **options: object) -> dict[str, Result]:
     """Return what each sequence of each request says with an engine to itself; requests are called by their numbers.
 
     What tests of the same module have computed before is not computed again; callers must not change it.
@@ -182,7 +182,7 @@ def alone(model: Path | str, asks: Iterable[Ask], device: str = "cpu", **options
     if key not in ALONE:
         driver = EngineDriver(model, device, enable_prefix_caching=False, **options)
         ALONE[key] = {
-            name: driver.ask(name, ask.single(index))
+            name: driver.generate(name, ask.single(index))
             for number, ask in enumerate(asks)
             for index, name in enumerate(names_of(f"{number}", ask))
         }
@@ -191,7 +191,7 @@ def alone(model: Path | str, asks: Iterable[Ask], device: str = "cpu", **options
     return ALONE[key]
 
 
-def mingle(driver: EngineDriver, asks: list[Ask], rng: random.Random, *, twins: bool = False) -> None:
+def mingle(driver: EngineDriver, asks: list[Request], rng: random.Random, *, twins: bool = False) -> None:
     """Let requests come at random times, and run them all to their ends.
 
     Args:

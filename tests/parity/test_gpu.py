@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.sampling_params import SamplingParams
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.parity.cases.every import EVERY
 from tests.parity.harness import check_logits, tokens
 
@@ -30,9 +30,9 @@ def texts(folder: Any, device: str, **options: object) -> list[list[int]]:
     """Return what four requests of different lengths say side by side, in an engine that computes prompts in parts."""
     driver = EngineDriver(folder, device, dtype="float32", max_num_batched_tokens=24, **options)
     for number, length in enumerate((5, 19, 33, 2)):
-        driver.add(f"request-{number}", Ask(tokens(length, seed=number), PARAMS, max_tokens=9, stop_ids=()))
+        driver.add(f"request-{number}", Request(tokens(length, seed=number), PARAMS, max_tokens=9, stop_ids=()))
     driver.run()
-    return [driver.told[f"request-{number}"].tokens for number in range(4)]
+    return [driver.results[f"request-{number}"].tokens for number in range(4)]
 
 
 @pytest.mark.parametrize("case", parameters(QUICK))

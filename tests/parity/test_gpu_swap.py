@@ -8,7 +8,7 @@ import pytest
 
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.parity.harness import tokens
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -20,11 +20,11 @@ def texts(folder: Path, **options: object) -> tuple[list[list[int]], int]:
         folder, "cuda", dtype="float32", block_size=4, max_model_len=32, enforce_eager=True, **options
     )
     for number in range(3):
-        ask = Ask(tokens(6, seed=number), PARAMS, max_tokens=9, stop_ids=())
+        ask = Request(tokens(6, seed=number), PARAMS, max_tokens=9, stop_ids=())
         driver.add(f"request-{number}", ask)
     driver.run()
     swapped = driver.core.call("stats")["num_swapped_out"]
-    return [driver.told[f"request-{number}"].tokens for number in range(3)], swapped
+    return [driver.results[f"request-{number}"].tokens for number in range(3)], swapped
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from quire.models.loader import load_model
 from quire.sampling_params import SamplingParams
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.engine_driver import Ask, EngineDriver
+from tests.helpers.engine_driver import EngineDriver, Request
 from tests.helpers.graph_tape import TapeRecorder
 from tests.helpers.loop_clients import ScriptedClients
 from tests.helpers.plain_gpu import PlainGPU
@@ -163,13 +163,13 @@ def on_recorder(tape: TapeRecorder) -> Callable[[EngineConfig, ModelInfo], Execu
 def ask(driver: EngineDriver) -> dict[str, list[int]]:
     shared = [7, 8, 9, 10, 11, 12, 13, 14, 15]
     for number, prompt in enumerate(([3, 4], [*shared, 20], [*shared, 21, 22, 23], [5] * 30)):
-        driver.add(f"{number}", Ask(prompt, GREEDY, max_tokens=4 + 3 * number, stop_ids=()))
+        driver.add(f"{number}", Request(prompt, GREEDY, max_tokens=4 + 3 * number, stop_ids=()))
     driver.run()
     for number, prompt in enumerate(([*shared, 20, 30], [3]), start=4):
-        driver.add(f"{number}", Ask(prompt, GREEDY, max_tokens=5, stop_ids=()))
+        driver.add(f"{number}", Request(prompt, GREEDY, max_tokens=5, stop_ids=()))
     driver.run()
     driver.check_all_free()
-    return {name: told.tokens for name, told in driver.told.items()}
+    return {name: told.tokens for name, told in driver.results.items()}
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "slots"])
