@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from quire.errors import RequestError, UnsupportedError, echo
 
@@ -71,7 +74,7 @@ def _check_num_items(where: str, items: Sequence[Any], most: int) -> None:
 def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENGTH) -> list[str]:
     """Return a string, or a list of at most `most` of them, as a list; raise `RequestError` else.
 
-    None may be empty, or have more than `longest` characters.
+    None may be empty, have more than `longest` characters, or lone surrogates.
     """
     strings = [value] if isinstance(value, str) else check_list(name, value, most)
     for index, item in enumerate(strings):
@@ -79,6 +82,7 @@ def check_strings(name: str, value: Any, most: int, longest: int = MAX_TEXT_LENG
         if not check_string(item, where):
             raise RequestError(f"{where} must not be empty", param=where, code="string_below_min_length")
         check_length(item, where, longest)
+        check_unicode(item, where)
     return strings
 
 
@@ -97,6 +101,20 @@ def check_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(where, "a string", value)
     return value
+
+
+def check_unicode(value: Any, where: str) -> None:
+    """Raise `RequestError` if a text, or one anywhere in a JSON value, has a lone surrogate, which is not in UTF-8."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+        else:
+            with contextlib.suppress(TypeError):  # others say what kinds of values a field may have
+                msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        place = f" at character {error.start}" if isinstance(value, str) else ""
+        message = f"{where} has a lone surrogate{place}; it is not valid Unicode text"
+        raise RequestError(message, param=where) from None
 
 
 def missing(where: str) -> RequestError:

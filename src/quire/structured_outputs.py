@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import check_bool, check_list, wrong_type, wrong_value
+from quire.checks import check_bool, check_list, check_unicode, wrong_type, wrong_value
 from quire.errors import RequestError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -57,6 +57,7 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_bool(f"structured_outputs.{name}", getattr(self, name))
         if self.whitespace_pattern is not None:
             _check_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+            check_unicode(self.whitespace_pattern, "structured_outputs.whitespace_pattern")
             if self.disable_any_whitespace:
                 raise RequestError(
                     "structured_outputs.whitespace_pattern contradicts disable_any_whitespace; give one of them",
@@ -85,6 +86,7 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise wrong_type(where, "a schema or its JSON text", value)
         elif not isinstance(value, str | dict):
             raise wrong_type(where, "an object or its JSON text", value)
+        check_unicode(value, where)
 
 
 def _check_text(where: str, value: Any, code: str = "string_below_min_length") -> None:

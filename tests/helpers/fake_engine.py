@@ -348,9 +348,10 @@ class FakeClient:
         return self.engine.ready
 
     def send(self, message: ToEngine) -> None:
-        """Apply a message at once."""
+        """Apply a message at once, if it can be sent to another process."""
         if self._dead is not None:
             return
+        msgspec.msgpack.encode(message)
         if isinstance(message, Call):
             try:
                 answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method, message.arguments))

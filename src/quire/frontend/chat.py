@@ -30,7 +30,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from quire.checks import check_length, check_string, wrong_type
+from quire.checks import check_length, check_string, check_unicode, wrong_type
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.chat_messages import (
@@ -43,7 +43,7 @@ from quire.frontend.chat_messages import (
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.context_limit import ContextLimit
-from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer, check_text
+from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer
 
 MARK_DIGITS = 24
 MAX_REQUEST_TEMPLATE = 2**16
@@ -214,11 +214,21 @@ class ChatTemplate:
             add_generation_prompt=arguments.add_generation_prompt,
             **{name: None if item is None else plain_data(item, name, mark) for name, item in optional.items()},
         )
-        check_text(text, "messages")
+        self._check_unicode(text, arguments)
         if end is None:
             return text
         # Marks may stand where the template changed the text; whether it did shows in the rendering without them.
         return end.cut(text, strict=not marked)
+
+    def _check_unicode(self, text: str, arguments: _Arguments) -> None:
+        """Raise `RequestError`, naming the argument, if a rendering has lone surrogates."""
+        try:
+            check_unicode(text, "messages")
+        except RequestError:
+            check_unicode(arguments.tools, "tools")
+            check_unicode(arguments.documents, "documents")
+            check_unicode(arguments.variables, "chat_template_kwargs")
+            raise
 
     def _render_plain(
         self,
@@ -308,6 +318,7 @@ class RequestTemplates:
             RequestError: it is no text, too long, or has a syntax error; param is "chat_template".
         """
         check_length(check_string(source, "chat_template"), "chat_template", MAX_REQUEST_TEMPLATE)
+        check_unicode(source, "chat_template")
         try:
             return self._compile(source, tokenizer)
         except ModelError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from quire.checks import check_int, wrong_type, wrong_value
+from quire.checks import check_int, check_unicode, wrong_type, wrong_value
 from quire.engine.messages import Ready
 from quire.engine_request import EngineRequest, LoRARequest
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
@@ -34,7 +34,6 @@ from quire.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
-from quire.tokenizer.tokenizer import check_text
 
 TOKEN_ID_OPTIONS = [name for name, option in OPTIONS.items() if option.token_ids]
 TOKENIZER_OPTIONS = [name for name, option in OPTIONS.items() if option.tokenizer]
@@ -129,7 +128,7 @@ class InputProcessor:
         if self.tokenizer is None:
             message = f"{param} must be token ids: this engine runs without a tokenizer"
             raise RequestError(message, param=param, code="invalid_type")
-        check_text(text, param)
+        check_unicode(text, param)
         if most is None:
             self.limit.check_chars(len(text), param)
             self.limit.check_pieces(text, param)
@@ -298,7 +297,6 @@ class InputProcessor:
         """Return the token sequences that spell each word: at the start of a text, after a space, inside a text."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
-            check_text(word, "bad_words")
             assert self.tokenizer is not None, "checked before"
             for spelled in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(spelled, add_special_tokens=False))] = None
@@ -323,6 +321,8 @@ def _check_options(request: EngineRequest) -> None:
         raise wrong_value("cache_salt", f"a text of 1 to {MAX_SALT_LENGTH} characters", salt)
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
         raise wrong_value("tenant", f"a text of at most {MAX_TENANT_LENGTH} characters", tenant)
+    for name in ("request_id", "cache_salt", "tenant"):
+        check_unicode(getattr(request, name), name)
 
 
 def _params_of_one(params: SamplingParams) -> SamplingParams:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from quire.errors import RequestError
-from quire.tokenizer.tokenizer import Tokenizer, check_text
+from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_TAIL = 20
 MAX_IDS = 2**18
@@ -57,7 +57,6 @@ class SequenceBreakerIndex:
         return [(sorted(whole), []), *found] if whole else found
 
     def _search(self, text: str) -> list[Spelling]:
-        check_text(text, "dry_sequence_breakers")
         holding = self._holding(text.encode())
         found: list[Spelling] = [(holding, [])] if holding else []
         known = set(holding)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.checks import check_unicode
 from quire.errors import RequestError, echo
 from quire.sampling_params import OPTIONS, SamplingParams
 from quire.structured_outputs import StructuredOutputParams
-from quire.tokenizer.tokenizer import check_text
 
 ROLES = ("system", "user", "assistant")
 SELECT_METHODS = ("auto", "logprob", "constrained")
@@ -84,7 +84,7 @@ def parts_of(value: Any) -> tuple[Part, ...]:
         raise RequestError(
             f"only texts, gen(), select() and turns can be appended, not {type(value).__name__}", code="invalid_type"
         )
-    check_text(value, "text")
+    check_unicode(value, "text")
     return (value,) if value else ()
 
 
@@ -138,7 +138,7 @@ def select(name: str | None, choices: Sequence[str], *, method: str = "auto") ->
     if len(set(choices)) < len(choices):
         raise RequestError(f"choices must differ from each other, got {echo(choices)}", param="choices")
     for item in choices:
-        check_text(item, "choices")
+        check_unicode(item, "choices")
     if method not in SELECT_METHODS:
         raise RequestError(f"method must be one of {', '.join(SELECT_METHODS)}, got {echo(method)}", param="method")
     return Expression((Select(_name(name), tuple(choices), method),))

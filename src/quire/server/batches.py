@@ -19,7 +19,7 @@ import httpx
 import msgspec
 from starlette.types import ASGIApp
 
-from quire.checks import Fields, check_length, wrong_value
+from quire.checks import Fields, check_length, check_unicode, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.ordered import in_order
 from quire.server.parsing import parse_json
@@ -99,26 +99,16 @@ def custom_id_of(line: bytes) -> str | None:
     """Return the `custom_id` of an invalid line, None if it has none."""
     try:
         custom_id = parse_json(line).get("custom_id")
+        check_unicode(custom_id, "custom_id")
     except RequestError:
         return None
-    known = isinstance(custom_id, str) and len(custom_id) <= MAX_ID_LENGTH and not _is_broken(custom_id)
-    return custom_id if known else None
+    return custom_id if isinstance(custom_id, str) and len(custom_id) <= MAX_ID_LENGTH else None
 
 
 def _text(fields: Fields, name: str) -> str:
     text = fields.string(name)
-    if _is_broken(text):
-        raise RequestError(f"{name} has a lone surrogate; it is not valid Unicode text", param=name)
+    check_unicode(text, name)  # it could not be written into a result
     return text
-
-
-def _is_broken(text: str) -> bool:
-    """Whether a text has a lone surrogate, which could not be written into a result."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 class Batch:

@@ -12,12 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from quire.checks import check_not_empty, check_refused, list_items, missing, unknown_field, wrong_type, wrong_value
+from quire.checks import (
+    check_not_empty,
+    check_refused,
+    check_unicode,
+    list_items,
+    missing,
+    unknown_field,
+    wrong_type,
+    wrong_value,
+)
 from quire.errors import RequestError, echo
 from quire.server.errors import HTTPProblem
 from quire.server.json_io import (
@@ -215,11 +223,7 @@ def _check_surrogates(data: Mapping[str, Any]) -> None:
     for name, value in data.items():
         if name in NAMED_ELSEWHERE:
             continue
-        try:
-            msgspec.json.encode(value)
-        except UnicodeEncodeError:
-            shown = echo(name)[1:-1]
-            raise RequestError(f"{shown} has a lone surrogate; it is not valid Unicode text", param=shown) from None
+        check_unicode(value, echo(name)[1:-1])
 
 
 def validate(model: type[M], data: Mapping[str, Any], *, ignore_unknown: bool = False) -> M:

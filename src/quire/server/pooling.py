@@ -14,7 +14,7 @@ from pydantic import SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, Refused, check_int, list_items, missing, wrong_type
+from quire.checks import INT64_MAX, Refused, check_int, check_unicode, list_items, missing, wrong_type
 from quire.errors import ContextLengthError, GenerationError, QuireError, RequestError, UnsupportedError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import check_ids
@@ -38,7 +38,6 @@ from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import EngineBody, ShortText, body_schema
 from quire.server.streaming import until_disconnect
 from quire.server.tokenize import encode_text, tokenizer_of
-from quire.tokenizer.tokenizer import check_text
 
 MAX_INPUTS = 2048
 YIELD_EVERY = 4
@@ -388,7 +387,7 @@ async def _check_long(llm: AsyncLLM, text: str, where: str) -> None:
     if len(text) <= LONG_TEXT:
         return
     tokenizer_of(llm)
-    check_text(text, where)
+    check_unicode(text, where)
     llm.processor.limit.check_chars(len(text), where)
     await asyncio.to_thread(llm.processor.limit.check_pieces, text, where)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import wrong_type
+from quire.checks import check_unicode, wrong_type
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import check_ids
@@ -20,7 +20,7 @@ from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import DetokenizeRequest, TemplateRequest, TokenizeRequest, body_schema
 from quire.server.templates import check_template, template_arguments
-from quire.tokenizer.tokenizer import Tokenizer, check_text
+from quire.tokenizer.tokenizer import Tokenizer
 
 THREAD_SIZE = 4096  # characters or token ids
 CHARS_PER_ID = 16  # as JSON, with its text
@@ -96,7 +96,7 @@ def tokenizer_of(llm: AsyncLLM) -> Tokenizer:
 async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param: str) -> list[int]:
     """Tokenize a text of bounded length. Raises `ContextLengthError` if it cannot fit the context however read."""
     tokenizer = tokenizer_of(llm)
-    check_text(text, param)
+    check_unicode(text, param)
     llm.processor.limit.check_chars(len(text), param)
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return await run_in_thread_if(len(text) > THREAD_SIZE, encode)

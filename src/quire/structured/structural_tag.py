@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.checks import check_unicode
 from quire.errors import RequestError, echo
 from quire.structured.builder import GrammarBuilder, add_text_until, add_text_without
 from quire.structured.json_schema.compiler import JsonOptions, SchemaError, add_schema
@@ -35,6 +36,7 @@ def add_structural_tag(
             spec = json.loads(spec)
         except (ValueError, RecursionError):
             raise RequestError(f"{param} is not valid JSON", param=param, code="invalid_grammar") from None
+        check_unicode(spec, param)  # JSON may spell out what its own text cannot have
     root = _Part(spec, "#", param)
     if "structures" in root.fields or "triggers" in root.fields:
         structures = root.items("structures")

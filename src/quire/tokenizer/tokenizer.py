@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.errors import RequestError
+from quire.checks import check_unicode
 from quire.tokenizer.files import read_tokenizer_folder
 from quire.tokenizer.pieces import Pieces, pieces_of
 
@@ -106,7 +106,7 @@ class Tokenizer:
         Raises:
             RequestError: the text has a lone surrogate, which no UTF-8 text can hold.
         """
-        check_text(text)
+        check_unicode(text, "prompt")
         if len(text) < RELEASE_GIL_CHARS:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # Only the batch calls of the library let other threads run.
@@ -128,8 +128,8 @@ class Tokenizer:
         Raises:
             RequestError: as `encode`.
         """
-        check_text(first)
-        check_text(second or "")
+        check_unicode(first, "prompt")
+        check_unicode(second or "", "prompt")
         left = self._backend.encode(first, add_special_tokens=False)
         right = None if second is None else self._backend.encode(second, add_special_tokens=False)
         if most is not None:
@@ -237,7 +237,7 @@ class PlainTextEncoder:
     def encode(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of text and control tokens; see `Tokenizer.encode_segments`."""
         text = "".join([part if isinstance(part, str) else self._names[part] for part in segments])
-        check_text(text)
+        check_unicode(text, "prompt")
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids: list[int] = []
         for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -280,16 +280,6 @@ def truncate_longest_first(num_first: int, num_second: int, room: int) -> tuple[
         short = room // 2
         long = room - short
     return (short, long) if num_first <= num_second else (long, short)
-
-
-def check_text(text: str, param: str = "prompt") -> None:
-    """Raise `RequestError` if `text` cannot be written as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{param} has a lone surrogate at character {error.start}; it is not valid Unicode text", param=param
-        ) from None
 
 
 def strip_spaces(data: bytes, most: int) -> tuple[bytes, int]:
