@@ -12,6 +12,8 @@ from quire.cli import main as cli_main
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.resolve import load_info, resolve_config
+from quire.errors import ConfigError
+from quire.executor.ranks import create_executor
 from quire.simulate.calibrate import measure
 from quire.simulate.contents import StepContents
 from quire.simulate.driver import VirtualClock
@@ -55,6 +57,18 @@ def test_shared_parts_of_prompts_are_found_in_the_cache(replay):
     assert summarize(run.log)["cache"]["hit_rate"] == pytest.approx(128 / 300)
     apart = replay([dataclasses.replace(request, prefix=()) for request in requests])
     assert [record.num_cached for record in apart.log.records] == [0, 0, 0]
+
+
+def test_a_simulated_disk_tier_has_as_many_slots_as_a_real_one(replay, tmp_path):
+    options = {"block_size": 4, "num_gpu_blocks_override": 40, "kv_disk_space": 2**20, "kv_disk_dir": str(tmp_path)}
+    run = replay([TraceRequest(0, 0.0, 100, 4)], **options)
+    config = EngineConfig.from_kwargs(**options)
+    executor = create_executor(resolve_config(config, info := load_info(config)), info)
+    executor.allocate(40, 160)
+    assert run.executor.num_disk_blocks() == executor.num_disk_blocks() == 84
+    executor.close()
+    with pytest.raises(ConfigError, match="kv_disk_space: 1048576 bytes hold no block"):
+        replay([TraceRequest(0, 0.0, 100, 4)], **options | {"block_size": 1024})
 
 
 def test_a_request_that_can_never_fit_fails_alone(replay):

@@ -43,13 +43,8 @@ class BlockHeader:
     parent_hash: bytes
     token_ids: list[int]
 
-    @staticmethod
-    def max_bytes(block_size: int) -> int:
-        """Size of the longest encoded header of blocks of `block_size` tokens."""
-        return _FIXED.size + 2 * HASH_BYTES + TOKEN_BYTES * block_size
-
     def encode(self) -> bytes:
-        """Return it as bytes, at most `max_bytes`."""
+        """Return it as bytes."""
         tokens = array("I", self.token_ids)
         assert tokens.itemsize == TOKEN_BYTES
         sizes = _FIXED.pack(len(self.block_hash), len(self.parent_hash), len(tokens))

@@ -20,6 +20,7 @@ from quire.simulate.driver import RunLog, VirtualClock, drive
 from quire.simulate.executor import Observer, SimulatedExecutor
 from quire.simulate.trace import TraceRequest
 from quire.simulate.waste import WasteMeter
+from quire.worker.disk_store import StoreGeometry, header_nbytes
 from quire.worker.footprint import Footprint
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,8 @@ def simulate(
     spec = Footprint(resolved, info).spec
     split = layer_split(resolved, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
-    num_disk_blocks = cache.kv_disk_space // block_bytes
+    geometry = StoreGeometry("", block_bytes, cache.block_size, header_nbytes(cache.block_size))
+    num_disk_blocks = geometry.num_slots(cache.kv_disk_space) if cache.kv_disk_space else 0
     executor = SimulatedExecutor(
         spec,
         cost,

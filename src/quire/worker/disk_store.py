@@ -80,6 +80,15 @@ class StoreGeometry:
         """Bytes from one block to the next."""
         return -(-self.block_nbytes // ALIGNMENT) * ALIGNMENT
 
+    def num_slots(self, num_bytes: int) -> int:
+        """Return how many blocks a store of at most `num_bytes` has room for. Raises `ConfigError` if it is none."""
+        slot_nbytes = self.stride + self.head_nbytes
+        if num_bytes < slot_nbytes:
+            raise ConfigError(
+                f"kv_disk_space: {num_bytes} bytes hold no block; one takes {slot_nbytes}", param="kv_disk_space"
+            )
+        return num_bytes // slot_nbytes
+
     def fields(self) -> dict[str, Any]:
         """Return what `meta` says of a store, its key aside."""
         return {
@@ -111,12 +120,7 @@ class DiskStore:
     def __init__(self, folder: Path, geometry: StoreGeometry, num_bytes: int) -> None:
         self.geometry = geometry
         self.block_nbytes = geometry.block_nbytes
-        self.capacity = num_bytes // (geometry.stride + geometry.head_nbytes)
-        if self.capacity < 1:
-            raise ConfigError(
-                f"kv_disk_space: {num_bytes} bytes hold no block; one takes {geometry.stride + geometry.head_nbytes}",
-                param="kv_disk_space",
-            )
+        self.capacity = geometry.num_slots(num_bytes)
         self.folder = folder / geometry.folder_name()
         self._failed = False
         self._warned = False
