@@ -113,7 +113,7 @@ class ForkData(msgspec.Struct):
 
 
 class Tier(IntEnum):
-    """Where KV blocks are stored. A load from the host ends before the step's model runs, one from disk may not."""
+    """Where KV blocks are stored. A load from the host ends before the step's model runs, others may take longer."""
 
     DEVICE = 0
     HOST = 1
@@ -122,7 +122,7 @@ class Tier(IntEnum):
     @property
     def is_async(self) -> bool:
         """Whether a load goes on beside later steps, may fail, and is reported in `ModelOutput.loaded`."""
-        return self is Tier.DISK
+        return self > Tier.HOST
 
 
 class TransferOp(IntEnum):
@@ -148,6 +148,17 @@ class BlockTransfer(msgspec.Struct, array_like=True):
     block_id: int = 0
     key: int = 0
     header: bytes = b""
+
+
+class StoredBlocks(msgspec.Struct, frozen=True):
+    """What a tier holds that outlives the engine, when it is opened: (slot, header) of each block in `num_slots` slots.
+
+    `hash_key` is the key of their hashes; None: any key will do.
+    """
+
+    num_slots: int = 0
+    hash_key: bytes | None = None
+    blocks: list[tuple[int, bytes]] = []
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -177,6 +188,11 @@ class SchedulerOutput(msgspec.Struct):
     forks: list[ForkData] = []
     transfers: list[BlockTransfer] = []
     wait_for_loads: bool = False
+
+    @classmethod
+    def empty(cls) -> SchedulerOutput:
+        """Return a plan with nothing to do."""
+        return cls([], [], {}, 0, [], [])
 
     @property
     def is_empty(self) -> bool:
@@ -235,9 +251,9 @@ class ModelOutput(msgspec.Struct):
     but none before `SamplingParams.prompt_logprob_start`), for those who asked. `errors` names sequences whose logits
     were not finite, to which their options left no token, or whose logits processor failed; they produced no token and
     must be ended. `loaded` says of each device block whose asynchronous load ended whether it succeeded, and
-    `failed_stores` names the slots of the disk tier that could not be written. `pooled` has the results of sequences
-    with pooling parameters whose prompt ended; they have no tokens. `host_gap` is the time [s] that the device was idle
-    between the end of the step before and this one.
+    `failed_stores` names the keys of asynchronous tiers that could not be written. `pooled` has the results of
+    sequences with pooling parameters whose prompt ended; they have no tokens. `host_gap` is the time [s] that the
+    device was idle between the end of the step before and this one.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -246,7 +262,7 @@ class ModelOutput(msgspec.Struct):
     errors: dict[str, ErrorData] = {}
     candidates: dict[str, TokenTopLogprobs] = {}
     loaded: dict[int, bool] = {}
-    failed_stores: list[int] = []
+    failed_stores: dict[Tier, list[int]] = {}
     completed: list[str] = []
     sampler_states: dict[str, float] = {}
     pooled: dict[str, PooledData] = {}

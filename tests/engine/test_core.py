@@ -18,7 +18,7 @@ from quire.errors import ConfigError, EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import KVCacheSpec, LayerStateSpec, PendingOutput, SchedulerOutput, Tier, TransferOp
+from quire.step import KVCacheSpec, LayerStateSpec, PendingOutput, SchedulerOutput, StoredBlocks, Tier, TransferOp
 from tests.helpers.loop_clients import ScriptedClients
 
 
@@ -198,8 +198,8 @@ def test_what_a_failed_step_should_have_computed_is_not_written_to_disk(folder: 
     class Disk(NullExecutor):
         stored = 0
 
-        def num_disk_blocks(self) -> int:
-            return 64
+        def stored_blocks(self) -> StoredBlocks:
+            return StoredBlocks(num_slots=64)
 
         def submit(self, plan: SchedulerOutput) -> PendingOutput:
             if fails and plan.num_scheduled_tokens:

@@ -13,7 +13,7 @@ from quire.engine.loop import RequestOwners, run
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, ToEngine
 from quire.errors import ConfigError
 from quire.executor.null import NullExecutor
-from quire.step import SequenceOutput
+from quire.step import PendingOutput, SchedulerOutput, SequenceOutput, StoredBlocks, Tier, TransferOp
 from tests.engine.conftest import request
 from tests.helpers.loop_clients import Batch, ScriptedClients
 
@@ -132,3 +132,27 @@ def test_an_output_of_a_sequence_that_its_client_has_aborted_reaches_no_other() 
     outputs = [SequenceOutput(name, [], finish_reason="error") for name in ("a-0", "a-1", "b")]
     assert owners.split(outputs) == {0: outputs[:1], 1: outputs[2:]}
     assert owners.owned_by(0) == owners.owned_by(1) == []
+
+
+def test_stores_that_fail_after_the_last_step_are_reported(folder: Path) -> None:
+    class SlowFullDisk(NullExecutor):
+        """Each store fails after the steps that were submitted."""
+
+        failing: list[int] = []
+
+        def stored_blocks(self) -> StoredBlocks:
+            return StoredBlocks(num_slots=64)
+
+        def submit(self, plan: SchedulerOutput) -> PendingOutput:
+            pending = super().submit(plan)
+            if plan.is_empty and self.failing:
+                pending.result().failed_stores = {Tier.DISK: self.failing}
+                self.failing = []
+            self.failing = self.failing + [each.key for each in plan.transfers if each.op is TransferOp.STORE]
+            return pending
+
+    config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
+    core = EngineCore(config, executor=SlowFullDisk())
+    clients = served(core, [(0, request("a", prompt=tuple(range(40))))], *([[]] * 30))
+    stored = [message.stats.num_disk_blocks for message in clients.sent[1] if isinstance(message, EngineOutputs)]
+    assert stored == [2, 0], "all clients hear that it is idle, and that nothing is on the disk"

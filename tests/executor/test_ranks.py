@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine_request import LoRARequest
 from quire.executor.ranks import InlineExecutor, RankedExecutor
 from quire.sampling_params import SamplingParams
-from quire.step import AdapterResult, ModelOutput, PendingOutput, SchedulerOutput
+from quire.step import AdapterResult, ModelOutput, PendingOutput, SchedulerOutput, StoredBlocks
 from quire.worker.worker import Worker, new_backend
 from tests.frontend.conftest import write_folder
 from tests.helpers.checkpoints import write_checkpoint
@@ -124,7 +124,7 @@ def test_two_ranks_say_what_one_says(folder: Path, driver: EngineDriver) -> None
     assert isinstance(executor, ThreadExecutor)
     heads = [worker.kv_cache_spec().layers[0].num_kv_heads for worker in executor.workers]
     assert heads == [1, 1] and single.core.executor.kv_cache_spec().layers[0].num_kv_heads == 2
-    assert executor.available_memory() > 0 and executor.hash_key() is None and executor.stored_blocks() == []
+    assert executor.available_memory() > 0 and executor.stored_blocks() == StoredBlocks()
     single.close()
 
 
@@ -146,7 +146,7 @@ def test_one_rank_is_called_directly(folder: Path) -> None:
     driver = EngineDriver(folder, device="reference", **OPTIONS)
     executor = driver.core.executor
     assert isinstance(executor, InlineExecutor) and executor.world_size == 1
-    assert executor.collective_rpc("num_disk_blocks") == [0] and executor.adapters is None
+    assert executor.collective_rpc("has_adapters") == [False] and executor.adapters is None
     driver.close()
 
 

@@ -175,8 +175,8 @@ class FakeWorker:
     def execute(self, plan: SchedulerOutput, broken: Collection[str] = ()) -> ModelOutput:
         """Run one step; the logits of the sequences in `broken` are not finite, nor are their keys and values."""
         output = ModelOutput({}, loaded=self._move(plan))
-        if self.disk_is_full:
-            output.failed_stores = [save.key for save in disk_stores(plan.transfers)]
+        if self.disk_is_full and disk_stores(plan.transfers):
+            output.failed_stores = {Tier.DISK: [save.key for save in disk_stores(plan.transfers)]}
         self._update(plan)
         self._write(plan, broken)
         void = {name for name, count in plan.num_scheduled_tokens.items() if self.rows[name].is_void(count)}

@@ -65,7 +65,7 @@ def test_a_simulated_disk_tier_has_as_many_slots_as_a_real_one(replay, tmp_path)
     config = EngineConfig.from_kwargs(**options)
     executor = create_executor(resolve_config(config, info := load_info(config)), info)
     executor.allocate(40, 160)
-    assert run.executor.num_disk_blocks() == executor.num_disk_blocks() == 84
+    assert run.executor.stored_blocks().num_slots == executor.stored_blocks().num_slots == 84
     executor.close()
     with pytest.raises(ConfigError, match="kv_disk_space: 1048576 bytes hold no block"):
         replay([TraceRequest(0, 0.0, 100, 4)], **options | {"block_size": 1024})

@@ -11,7 +11,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.step import ModelOutput, NewSequenceData, SchedulerOutput
+from quire.step import ModelOutput, NewSequenceData, SchedulerOutput, StoredBlocks
 from quire.worker import worker as module
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
@@ -68,11 +68,12 @@ def test_after_a_restart_a_prompt_goes_on_from_blocks_on_disk(
     first = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
     computed = run(first, "a", [2, 3])
     run(first, transfers=[disk_store(2, 5, HEADER)])
-    key = first.hash_key()
+    key = first.stored_blocks().hash_key
     first.close()
 
     second = started(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
-    assert second.stored_blocks() == [(5, HEADER)] and second.hash_key() == key and key is not None
+    stored = second.stored_blocks()
+    assert (stored.blocks, stored.hash_key) == ([(5, HEADER)], key) and key is not None
     assert run(second, transfers=[disk_load(6, 5, HEADER)], wait_for_loads=True).loaded == {6: True}
     again = run(second, "b", [6, 7], BLOCK_SIZE)
     assert again.logprobs["b"] == computed.logprobs["a"]
@@ -90,7 +91,7 @@ def test_a_damaged_record_is_reported_and_not_used(folder: Path, tmp_path: Path)
     data[100] ^= 64
     file.write_bytes(data)
     second = started(folder, tmp_path)
-    assert second.stored_blocks() == [(0, HEADER)]
+    assert second.stored_blocks().blocks == [(0, HEADER)]
     assert run(second, transfers=[disk_load(6, 0, HEADER)], wait_for_loads=True).loaded == {6: False}
     second.close()
 
@@ -102,16 +103,16 @@ def test_another_model_does_not_see_the_blocks(folder: Path, tmp_path: Path) -> 
     tuned = write_checkpoint(tmp_path / "tuned", "llama", seed=1)
     for model, options in ((tuned, {}), (folder, {"kv_cache_dtype": "bfloat16"}), (folder, {"dtype": "bfloat16"})):
         other = started(model, tmp_path / "kv", **options)
-        assert other.stored_blocks() == []
+        assert other.stored_blocks().blocks == []
         other.close()
     same = started(folder, tmp_path / "kv")
-    assert same.stored_blocks() == [(0, HEADER)]
+    assert same.stored_blocks().blocks == [(0, HEADER)]
     same.close()
 
 
 def test_blocks_come_back_from_the_host(folder: Path) -> None:
     worker = started(folder, None, num_host_blocks=2)
-    assert (worker.num_disk_blocks(), worker.stored_blocks(), worker.hash_key()) == (0, [], None)
+    assert worker.stored_blocks() == StoredBlocks(num_slots=0, hash_key=None, blocks=[])
     computed = run(worker, "a", [2, 3])
     run(worker, transfers=transfers_of([(OUT, 2, 1)]))
     again = run(worker, "b", [6, 7], BLOCK_SIZE, transfers=transfers_of([(IN, 1, 6)]))
@@ -122,7 +123,7 @@ def test_blocks_come_back_from_the_host(folder: Path) -> None:
 def test_slots_are_as_many_as_fit(folder: Path, tmp_path: Path) -> None:
     for space in (2**20, 2**21):
         worker = started(folder, tmp_path, kv_disk_space=f"{space}B")
-        count = worker.num_disk_blocks()
+        count = worker.stored_blocks().num_slots
         assert 0 < count < space / worker.kv_cache_spec().block_bytes(BLOCK_SIZE, 32)
         run(worker, transfers=[disk_store(2, count - 1, HEADER)])
         worker.close()

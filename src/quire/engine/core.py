@@ -40,7 +40,7 @@ from quire.kvcache.view import describe_prefixes, draw_prefixes
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, create_scheduler
 from quire.scheduler.view import describe, describe_map, draw_picture
-from quire.step import ModelOutput, PendingOutput, SchedulerOutput, SequenceOutput
+from quire.step import ModelOutput, PendingOutput, SchedulerOutput, SequenceOutput, StoredBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class EngineCore:
         config: engine options, resolved or not.
         executor: runs the model; by default made from the config.
         info: the model's config, when the caller has it already.
-        clock: seconds, monotonic; a virtual one in simulations. hasher: names blocks; by default made with the key of
-            the disk tier, or a random one.
+        clock: seconds, monotonic; a virtual one in simulations. hasher: computes block hashes; by default with the key
+            of the disk tier, or a random one.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EngineCore:
         num_blocks, max_model_len = self._fitted.num_blocks, self._fitted.max_model_len
         self._allocate()
         self.clock = clock
-        self._hasher = hasher or BlockHasher(executor.hash_key())
+        self._hasher = hasher
         self._lora = LoadedAdapter(executor)
         self._prerequisites = Prerequisites([self._lora, CompiledGrammar(executor)])
         self.scheduler = self._create_scheduler(stored=True)
@@ -150,6 +150,7 @@ class EngineCore:
     def _create_scheduler(self, *, stored: bool) -> Scheduler:
         """Return a scheduler with empty queues and caches; with `stored` it knows the blocks in the disk tier."""
         fitted = self._fitted
+        disk = self.executor.stored_blocks() if stored else StoredBlocks()
         return create_scheduler(
             self.config,
             self.executor.kv_cache_spec().groups(self.config.max_model_len),
@@ -158,9 +159,9 @@ class EngineCore:
             clock=self.clock,
             num_layerwise_blocks=fitted.num_layerwise_blocks,
             num_host_blocks=fitted.num_host_blocks,
-            num_disk_records=self.executor.num_disk_blocks() if stored else 0,
-            stored=self.executor.stored_blocks() if stored else (),
-            hasher=self._hasher,
+            num_disk_records=disk.num_slots,
+            stored=disk.blocks,
+            hasher=self._hasher or BlockHasher(disk.hash_key),
             whole_prompts=self.executor.kv_cache_spec().one_step,
             accepts_drafts=not self.executor.kv_cache_spec().states,
             on_finished=self._prerequisites.release,
@@ -212,6 +213,17 @@ class EngineCore:
     def idle(self) -> bool:
         """With nothing unfinished, let the executor warm up a graph for later steps; return whether it did."""
         return self.sleep_level == 0 and self.executor.idle()
+
+    def collect_failed_stores(self) -> bool:
+        """With nothing unfinished, let the scheduler know which stores to asynchronous tiers have failed since.
+
+        Otherwise the results of steps say so. Returns whether there were any, so that the statistics have changed.
+        """
+        if self.sleep_level or not self.scheduler.kv.has_async_tiers:
+            return False
+        result = self.executor.execute(plan := SchedulerOutput.empty())
+        self.scheduler.update_from_output(plan, result)
+        return bool(result.failed_stores)
 
     def step(self) -> EngineOutputs:
         """Submit a step, if possible, and process the result of the oldest in flight; return outputs and stats.

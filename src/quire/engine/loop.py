@@ -169,6 +169,7 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
     while not clients.closed:
         idle = not core.has_unfinished()
         if idle:
+            idle_sent = idle_sent and not core.collect_failed_stores()
             observer.prepare()
             idle = not core.idle()
             observer.idle()

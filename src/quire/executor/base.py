@@ -8,7 +8,7 @@ from typing import Protocol
 from quire.engine_request import LoRARequest
 from quire.errors import ErrorData
 from quire.kernels.memory import DeviceMemory
-from quire.step import AdapterResult, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput
+from quire.step import AdapterResult, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput, StoredBlocks
 
 
 class Adapters(Protocol):
@@ -120,17 +120,9 @@ class Executor(ABC):
         """
         return 0
 
-    def num_disk_blocks(self) -> int:
-        """Return how many slots the disk tier has; 0 without one."""
-        return 0
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """Return (slot, header) of the records that the disk tier held when it was opened."""
-        return []
-
-    def hash_key(self) -> bytes | None:
-        """Return the key for block hashes that match those on disk; None: any key will do."""
-        return None
+    def stored_blocks(self) -> StoredBlocks:
+        """Return what the disk tier held when `allocate` opened it; it has no slots where there is none."""
+        return StoredBlocks()
 
     @abstractmethod
     def submit(self, plan: SchedulerOutput) -> PendingOutput:

@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.errors import ErrorData
 from quire.executor.base import Adapters, Executor
 from quire.kernels.memory import DeviceMemory
-from quire.step import KVCacheSpec, PendingOutput, SchedulerOutput
+from quire.step import KVCacheSpec, PendingOutput, SchedulerOutput, StoredBlocks
 from quire.worker.worker import Worker
 
 
@@ -102,17 +102,11 @@ class RankedExecutor(Executor):
     def sleep(self, level: int) -> int:
         return sum(self.collective_rpc("sleep", level))
 
-    def num_disk_blocks(self) -> int:
-        return min(self.collective_rpc("num_disk_blocks"))
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
+    def stored_blocks(self) -> StoredBlocks:
         """See `Executor`; a block counts as stored if every rank has its part."""
-        first, *others = self.collective_rpc("stored_blocks")
-        return [record for record in first if all(record in other for other in others)]
-
-    def hash_key(self) -> bytes | None:
-        key: bytes | None = self.collective_rpc("hash_key")[0]
-        return key
+        ranks: list[StoredBlocks] = self.collective_rpc("stored_blocks")
+        blocks = [block for block in ranks[0].blocks if all(block in other.blocks for other in ranks[1:])]
+        return StoredBlocks(min(rank.num_slots for rank in ranks), ranks[0].hash_key, blocks)
 
     def idle(self) -> bool:
         return any(self.collective_rpc("idle"))

@@ -13,7 +13,7 @@ runs, are only taken of what earlier steps computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from quire.errors import QuireError
@@ -639,6 +639,17 @@ class KVCacheManager:
     def finish_load(self, block_id: int, succeeded: bool) -> None:
         """Note that a load has ended; the tokens of one that failed are computed again."""
         self.loads.finish(block_id, succeeded, self._step - 1)
+
+    @property
+    def has_async_tiers(self) -> bool:
+        """Whether there is any tier whose stores and loads may fail."""
+        return bool(self._async_tiers)
+
+    def fail_stores(self, keys: Mapping[Tier, Collection[int]]) -> None:
+        """Note which keys of asynchronous tiers could not be written."""
+        for tier in self._async_tiers:
+            if tier.tier in keys:
+                tier.fail_stores(keys[tier.tier])
 
     def store_all(self) -> None:
         """Store everything worth keeping in the asynchronous tiers, before the engine ends."""

@@ -3,7 +3,7 @@
 A `TierManager` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
 appended to the list of the step's transfers, in the order decided; the worker half of each tier
 (`worker/transfers.py`) moves the bytes. A tier in another process or machine would be one more class on either side and
-a member of `Tier`. When blocks are stored and loaded is decided in `manager`.
+a member of `Tier` (docs/tour.md). When blocks are stored and loaded is decided in `manager`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ class AsyncTierManager(TierManager, Protocol):
 
     def __len__(self) -> int:
         """Number of blocks that `lookup` finds."""
+
+    def fail_stores(self, keys: Collection[int]) -> None:
+        """Drop what could not be written to `keys`."""
 
 
 class HostHit(NamedTuple):
@@ -257,10 +260,10 @@ class DiskTierManager:
         self._free_slots.append(slot)
         return slot
 
-    def fail_stores(self, slots: Collection[int]) -> None:
-        """Forget what could not be written to `slots`, and store nothing any more: the disk is full, or broken."""
+    def fail_stores(self, keys: Collection[int]) -> None:
+        """See `AsyncTierManager.fail_stores`; nothing is stored any more, for the disk is full, or broken."""
         self._has_failed = True
-        for block_hash in [block_hash for block_hash, (slot, _) in self._records.items() if slot in slots]:
+        for block_hash in [block_hash for block_hash, (slot, _) in self._records.items() if slot in keys]:
             self._release(block_hash)
 
     def clear(self) -> None:

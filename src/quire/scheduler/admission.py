@@ -402,8 +402,8 @@ class Admission:
             self.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, most), plan)
         return True
 
-    def waits_for_disk(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a waiting request waits for blocks from disk; starts the loads that are not under way.
+    def waits_for_loads(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a waiting request waits for blocks from asynchronous tiers; starts loads that are not under way.
 
         Loads are started once for each request.
         """

@@ -122,7 +122,7 @@ class PrefillFirstPlanner:
             return None
         first = request.sequences[0]
         hit = self._kv.find_prefix(first)
-        if self.admission.waits_for_disk(request, hit):
+        if self.admission.waits_for_loads(request, hit):
             return AllocStatus.OK
         room = self.can_allocate(request, hit)
         if room is not AllocStatus.OK:

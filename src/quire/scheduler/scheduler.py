@@ -194,10 +194,14 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[SequenceOutput]:
         """Process the result of `plan`, the oldest step in flight; return one output per sequence that has any.
 
-        Results of requests aborted meanwhile are dropped. An empty plan has no result; its outputs are those of
+        Results of requests aborted meanwhile are dropped. An empty plan computes nothing; its outputs are those of
         requests that ended otherwise. Raises `QuireError` if a token is missing in the result.
         """
         outputs: list[SequenceOutput] = []
+        if output.loaded:
+            self._finish_loads(output.loaded)
+        if output.failed_stores:
+            self.kv.fail_stores(output.failed_stores)
         if not plan.is_empty:
             self._process_step(self._in_flight.pop(plan), output, outputs)
         if self.requests.outputs:
@@ -206,10 +210,6 @@ class Scheduler:
 
     def _process_step(self, step: ScheduledStep, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
         self.planner.processed(step)
-        if output.loaded:
-            self._finish_loads(output.loaded)
-        if output.failed_stores:
-            self.kv.disk.fail_stores(output.failed_stores)
         plan = step.plan
         for sequence, max_sampled in step.scheduled:
             if sequence.is_live:

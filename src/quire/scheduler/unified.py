@@ -318,7 +318,7 @@ class UnifiedPlanner:
             return admission.swap_in(request, plan, num_reserved)
         first = request.sequences[0]
         hit = kv.find_prefix(first)
-        if admission.waits_for_disk(request, hit):
+        if admission.waits_for_loads(request, hit):
             return None
         num_tokens, most = first.num_tokens, self._max_tokens(first, plan)
         needed = admission.num_blocks_to_admit(request, most, hit)

@@ -9,7 +9,7 @@ from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
 from quire.simulate.driver import VirtualClock
 from quire.simulate.trace import OWN_TOKENS
-from quire.step import CompletedOutput, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput
+from quire.step import CompletedOutput, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput, StoredBlocks
 
 SAMPLED_TOKENS = 3 * 2**30  # ids from here on are sampled ones: no prompt has them
 assert SAMPLED_TOKENS > OWN_TOKENS
@@ -73,13 +73,9 @@ class SimulatedExecutor(Executor):
         if num_layerwise_blocks:
             self._reader.follow_layerwise(num_blocks - num_layerwise_blocks, self._block_size, self._streamed_share)
 
-    def num_disk_blocks(self) -> int:
-        """As given."""
-        return self._num_disk_blocks
-
-    def hash_key(self) -> bytes | None:
-        """The same in every run."""
-        return b"simulation"
+    def stored_blocks(self) -> StoredBlocks:
+        """None, with as many slots as given."""
+        return StoredBlocks(self._num_disk_blocks)
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Let the step's time pass; sample every sequence whose last known token is computed in it."""

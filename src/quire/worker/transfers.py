@@ -199,9 +199,9 @@ class BlockTransfers:
             loaded |= each.finish_loads(wait=plan.wait_for_loads)
         return loaded
 
-    def take_failed_stores(self) -> list[int]:
+    def take_failed_stores(self) -> dict[Tier, list[int]]:
         """See `ModelOutput.failed_stores`."""
-        return self._tiers[Tier.DISK].take_failed_stores() if Tier.DISK in self._tiers else []
+        return {tier: keys for tier, worker in self._tiers.items() if (keys := worker.take_failed_stores())}
 
     def warm_up(self) -> None:
         """Have block 0, which belongs to nobody yet, leave the device and come back, if blocks ever will."""

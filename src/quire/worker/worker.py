@@ -22,7 +22,7 @@ from quire.models.interface import Model
 from quire.models.loader import load_model
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
-from quire.step import KVCacheGroup, KVCacheSpec, PendingOutput, SchedulerOutput
+from quire.step import KVCacheGroup, KVCacheSpec, PendingOutput, SchedulerOutput, StoredBlocks
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.worker.disk_store import DiskStore, StoreGeometry, header_nbytes
 from quire.worker.fingerprint import fingerprint
@@ -204,17 +204,10 @@ class Worker:
         """Whether LoRA is on, and the model loaded."""
         return self.adapters is not None
 
-    def num_disk_blocks(self) -> int:
-        """Return how many slots the disk tier has; 0 without one."""
-        return 0 if self._store is None else self._store.capacity
-
-    def stored_blocks(self) -> list[tuple[int, bytes]]:
-        """Return (slot, header) of the records of the disk tier; to be called before the first step."""
-        return [] if self._store is None else self._store.scan()
-
-    def hash_key(self) -> bytes | None:
-        """Return the key of the disk tier's block hashes; None without a disk tier."""
-        return None if self._store is None else self._store.hash_key
+    def stored_blocks(self) -> StoredBlocks:
+        """See `Executor`; to be called before the first step."""
+        store = self._store
+        return StoredBlocks() if store is None else StoredBlocks(store.capacity, store.hash_key, store.scan())
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step; see `Executor`."""
