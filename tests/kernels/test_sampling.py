@@ -247,17 +247,6 @@ def test_bias_adds_up_and_bars() -> None:
         assert np.count_nonzero(got) == 3
 
 
-def test_keep_only() -> None:
-    rng = np.random.default_rng(15)
-    logits, mask = normal(rng, 4, 30), rng.random((2, 30)) < 0.5
-    expected = logits.copy()
-    expected[3][~mask[0]], expected[0][~mask[1]] = -np.inf, -np.inf
-    for backend in pair():
-        target = backend.from_numpy(logits.copy())
-        backend.keep_only(target, np.array([3, 0]), mask)
-        np.testing.assert_array_equal(backend.to_numpy(target), expected)
-
-
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 8191, 8192, 8225, 20001])
 @pytest.mark.parametrize("density", [0.02, 0.5, 0.98])
 def test_a_bitmask_bars_the_tokens_whose_bits_are_clear(vocab: int, density: float) -> None:

@@ -703,9 +703,6 @@ class SamplingOps(ArrayOps, Protocol):
         hit = self.to_numpy(last.tokens)[last.indices] == before
         self.add_bias(logits, rows[hit], tokens[hit], np.full(int(hit.sum()), NEG_INF, np.float32))
 
-    def keep_only(self, logits: Array, rows: np.ndarray, mask: np.ndarray) -> None:
-        """In place: on `rows` int64 [P], every token whose mask (bool [P, V]) is False becomes -inf."""
-
     def put_rows(self, logits: Array, rows: np.ndarray, values: np.ndarray) -> None:
         """In place: `rows` int64 [P] become `values`, float32 numpy [P, V]."""
 

@@ -30,7 +30,7 @@ class SequenceState:
         params: as the request has them.
         num_prompt_logprobs: alternatives per prompt position, -1 for the whole vocabulary; None for none, and in forks.
         logprob_ids: int64 ids whose log-probabilities are returned instead of the most likely ones', or None.
-        allowed: bool [V] mask of the only tokens that may be sampled, or None.
+        allowed: bitmask int32 [ceil(V / 32)] of the only tokens that may be sampled, or None.
         counts, dry, processors, truncation: those of rows that use them.
         wants_logprobs: whether log-probabilities of output tokens are returned.
         changes_logits: whether any option changes the logits.
@@ -55,8 +55,9 @@ class SequenceState:
         self.bias_values = np.array(list(bias.values()), dtype=np.float32)
         self.allowed: np.ndarray | None = None
         if params.allowed_token_ids is not None:
-            self.allowed = np.zeros(vocab_size, dtype=bool)
-            self.allowed[params.allowed_token_ids] = True
+            mask = np.zeros((vocab_size + 31) // 32 * 32, dtype=bool)
+            mask[params.allowed_token_ids] = True
+            self.allowed = np.packbits(mask, bitorder="little").view(np.int32)
         self.counts: TokenCounts | None = None
         if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self.counts = TokenCounts(new.token_ids, new.num_prompt_tokens, vocab_size)

@@ -110,10 +110,10 @@ class Sampler:
     def _process_logits(
         self, logits: Array, batch: SamplingMetadata, rows: list[tuple[int, SequenceState]]
     ) -> dict[int, ErrorData]:
-        """Do step 2, without the bitmask, on `rows`; return errors by row."""
+        """Do step 2, without the grammar's bitmask, on `rows`; return errors by row."""
         masked = [(r, state.allowed) for r, state in rows if state.allowed is not None]
         if masked:
-            self.backend.keep_only(logits, _ids([r for r, _ in masked]), np.stack([mask for _, mask in masked]))
+            self.backend.apply_bitmask(logits, _ids([r for r, _ in masked]), np.stack([bits for _, bits in masked]))
         self._add_biases(
             logits, [(r, *state.biases(batch.output_ids[r], last_unknown=batch.last_unknown(r))) for r, state in rows]
         )

@@ -21,9 +21,7 @@ def launch() -> None:
         backend.rows_finite(logits)
         backend.top_logprobs(logits, torch.zeros(rows, dtype=torch.int64), 5)
     which = np.zeros(1, np.int64)
-    masks = np.zeros((1, size), bool)
-    masks[0, 0] = True
-    backend.keep_only(logits, which, masks)
+    backend.apply_bitmask(logits, which, np.ones((1, -(-size // 32)), np.int32))
     backend.add_bias(logits, which, which, np.ones(1, np.float32))
     numbers = np.ones(1, np.float32)
     ids = np.zeros(300, np.int32)

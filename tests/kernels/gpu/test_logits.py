@@ -74,7 +74,6 @@ def test_what_options_do_to_logits(size: int) -> None:
         target = backend.from_numpy(logits.copy())[:, size // 2 : size // 2 + size]  # rows that are no neighbours
         backend.apply_penalties(target, Penalties(rows, *as_lists(prompt, counts), *penalties))
         backend.add_bias(target, places, tokens, values)
-        backend.keep_only(target, np.array([3, 0]), prompt[:2] | (counts[:2] > 0))
         backend.put_rows(target, np.array([5]), np.full((1, size), 7, np.float32))
         backend.apply_bitmask(target, np.array([2, 1]), bits)
         results.append(backend.to_numpy(target))

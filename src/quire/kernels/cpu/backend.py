@@ -328,11 +328,6 @@ class CPUBackend(HostMemory, Backend):
         self._last_maxima = None
         np.add.at(logits, (rows, tokens), values)
 
-    def keep_only(self, logits: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> None:
-        self._last_maxima = None
-        for row, allowed in zip(rows.tolist(), mask, strict=True):
-            np.copyto(logits[row], -np.inf, where=~allowed)
-
     def put_rows(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
         self._last_maxima = None
         logits[rows] = values

@@ -75,11 +75,6 @@ class SamplingOps(ArrayOps):
             grid = (-(-count // ENTRIES),)
             add_values[grid](logits, logits.stride(0), self.from_numpy(entries), count, ENTRIES)
 
-    def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
-        """Masks are copied to the device as bits."""
-        padded = np.pad(mask, ((0, 0), (0, -mask.shape[1] % 32)))
-        self.apply_bitmask(logits, rows, np.packbits(padded, axis=1, bitorder="little").view(np.int32))
-
     def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
         logits.index_copy_(0, self.from_numpy(rows.astype(np.int64)), self.from_numpy(values))
 

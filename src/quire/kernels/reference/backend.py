@@ -529,16 +529,13 @@ class ReferenceBackend(HostMemory, Backend):
         where = self.from_numpy(rows.astype(np.int64)), self.from_numpy(tokens.astype(np.int64))
         logits.index_put_(where, self.from_numpy(values.astype(np.float32)), accumulate=True)
 
-    def keep_only(self, logits: torch.Tensor, rows: np.ndarray, mask: np.ndarray) -> None:
-        index = self.from_numpy(rows)
-        logits[index] = logits[index].masked_fill(~self.from_numpy(mask), float("-inf"))
-
     def put_rows(self, logits: torch.Tensor, rows: np.ndarray, values: np.ndarray) -> None:
         logits[self.from_numpy(rows)] = self.from_numpy(values)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: np.ndarray) -> None:
         bits = np.unpackbits(bitmask.astype("<i4").view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        self.keep_only(logits, rows, bits.astype(bool))
+        index = self.from_numpy(rows)
+        logits[index] = logits[index].masked_fill(~self.from_numpy(bits.astype(bool)), float("-inf"))
 
     def rows_finite(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.isfinite(logits.amax(dim=-1))
