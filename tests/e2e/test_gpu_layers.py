@@ -104,7 +104,7 @@ def test_what_layers_on_the_host_say(folder: Path, late: None, begun: list[tuple
     executor, stats = driver.core.executor, driver.stats()
     split, runner = layer_split(driver.core.config, executor.kv_cache_spec()), executor.worker.runner  # type: ignore[attr-defined]
     assert split is not None
-    on_device = [*runner.kv_caches, runner.offload.layers[0].cache]
+    on_device = [*runner.kv_caches, runner.offload.caches[0]]
     assert sum(cache.data.nbytes for cache in on_device) == split.device_bytes(
         stats.num_blocks, stats.num_layerwise_blocks
     )
@@ -165,7 +165,7 @@ def test_layerwise_blocks_are_there_again_after_a_sleep(folder: Path, late: None
     before = driver.generate("before", MANY[0])
     offload = driver.core.executor.worker.runner.offload  # type: ignore[attr-defined]
     driver.core.call("sleep", {"level": level})
-    assert not offload.layers and not any(pool.pieces for pool in offload.pools)
+    assert not offload.caches and not any(pool.pieces for pool in offload.pools)
     driver.core.call("wake_up")
     after = driver.generate("after", MANY[0])
     assert after == before and after.num_cached == 0

@@ -102,12 +102,12 @@ class RunnerDriver:
         self._spoil(self.runner.kv_caches, block_ids)
         if offload is None:
             return
-        self._spoil([layer.cache for layer in offload.layers], [at for at in block_ids if at < offload.first_layerwise])
+        self._spoil(offload.caches, [at for at in block_ids if at < offload.first_layerwise])
         for number in [at - offload.first_layerwise for at in block_ids if at >= offload.first_layerwise]:
             for pool, window in zip(offload.pools, offload.staging, strict=True):
                 half = len(window) // 2
                 window[[number, half + number]] = 255  # NaN in all formats, or a scale that is
-                for layer in range(len(offload.layers)):
+                for layer in range(len(offload.caches)):
                     piece, row = divmod(layer * half + number, pool.rows)
                     pool.pieces[piece][row] = 255
 

@@ -107,42 +107,26 @@ class StepLengths(NamedTuple):
     seq_lens: np.ndarray
 
 
-class OffloadedLayer(Protocol):
-    """One layer whose part of layerwise blocks is on the host. `cache` is where it writes and reads."""
-
-    @property
-    def cache(self) -> KVCache:
-        """Resident blocks have their own ids in it; layerwise ones those of the staging buffer while it is loaded."""
-
-    def wait_for_load(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return the metadata for `cache`: `metadata` itself in a step without layerwise blocks.
-
-        Between this and `save` come all ops on the cache. Layers take turns in their order.
-        """
-
-    def save(self) -> None:
-        """Begin to copy what was written to layerwise blocks to the host, and release the staging buffer."""
-
-
 class LayerCache(NamedTuple):
     """The cache of one attention layer, as models receive it, and the group of layers whose block tables it uses.
 
-    `offloaded` is for layers whose part of some blocks is on the host; it has the same cache.
+    A layer whose part of some blocks is on the host has the `offload`, in which it is number `offload_index`.
     """
 
     cache: KVCache
     group: int = 0
-    offloaded: OffloadedLayer | None = None
+    offload: LayerwiseOffload | None = None
+    offload_index: int = 0
 
     def wait_for_load(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """Return the metadata by which this layer writes to its cache and attends; then `save` is to be called."""
         own = metadata.of_group(self.group)
-        return own if self.offloaded is None else self.offloaded.wait_for_load(own)
+        return own if self.offload is None else self.offload.wait_for_load(self.offload_index, own)
 
     def save(self) -> None:
-        """Tell the offloaded layer, if it is one, that its attention was computed."""
-        if self.offloaded is not None:
-            self.offloaded.save()
+        """Say that the layer's attention was computed, to have what it wrote saved if it is offloaded."""
+        if self.offload is not None:
+            self.offload.save(self.offload_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,10 +591,12 @@ class LayerwiseOffload(Protocol):
     waits.
 
     Attributes:
-        layers: in the model's order. first_layerwise: id of the first layerwise block.
+        caches: of the layers, in the model's order. Resident blocks have their own ids in one; layerwise ones those of
+            the staging buffer while the layer is loaded.
+        first_layerwise: id of the first layerwise block.
     """
 
-    layers: Sequence[OffloadedLayer]
+    caches: Sequence[KVCache]
     first_layerwise: int
 
     def start_load(self, block_tables: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
@@ -620,6 +606,15 @@ class LayerwiseOffload(Protocol):
             block_tables: int [S, most blocks], at least as many as there are tokens for.
             query_lens, seq_lens: int [S], tokens of this step, and of the context with them; see `AttentionMetadata`.
         """
+
+    def wait_for_load(self, layer: int, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata for the cache of a layer: `metadata` itself in a step without layerwise blocks.
+
+        Between this and `save` come all ops on the cache. Layers take turns in their order.
+        """
+
+    def save(self, layer: int) -> None:
+        """Begin to copy what a layer wrote to layerwise blocks to the host, and release its staging buffer."""
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
         """See `KVCacheOps.copy_blocks`: in all layers, between blocks of either kind. Not within a step."""

@@ -222,7 +222,8 @@ class ModelRunner:
             for layer, cache in zip(group.layers, self.kv_caches, strict=False)
         }
         found = [caches[layer] for layer in sorted(caches)]
-        return found + [LayerCache(layer.cache, 0, layer) for layer in (self.offload.layers if self.offload else ())]
+        offloaded = [] if self.offload is None else self.offload.caches
+        return found + [LayerCache(cache, 0, self.offload, number) for number, cache in enumerate(offloaded)]
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Apply the step's changes and begin to compute it.

@@ -63,20 +63,20 @@ class Scene:
         ]
         layerwise = (np.array(sorted(block for block in part if block >= WHOLE), np.int64) for part in (read, written))
         self.offload.begin(*layerwise)
-        for number, layer in enumerate(self.offload.layers):
-            own = layer.wait_for_load(metadata(blocks, slots))
+        for number, cache in enumerate(self.offload.caches):
+            own = self.offload.wait_for_load(number, metadata(blocks, slots))
             value = self.count * 7 % 100 + number
             found = np.full((len(blocks), BLOCK_SIZE, 2), -1)
             self.streams.run(
                 Stream.COMPUTE,
-                lambda cache=layer.cache, own=own, value=value, found=found: use(cache, own, value, found),
+                lambda cache=cache, own=own, value=value, found=found: use(cache, own, value, found),
             )
             for slot in slots:
                 self.expected[number, slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
             self.reads.append((found, self.expected[number, blocks]))
             if number == broken_after:
                 return
-            layer.save()
+            self.offload.save(number)
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all layers."""
@@ -173,14 +173,14 @@ def test_what_is_planned_for_the_tables_of_one_layer_is_not_taken_for_anothers()
     step.plans["of all"] = 1
     scene.offload.begin(np.array([WHOLE]), np.array([WHOLE]))
     tables = []
-    for layer in scene.offload.layers:
-        own = layer.wait_for_load(step)
+    for layer in range(3):
+        own = scene.offload.wait_for_load(layer, step)
         assert own.plans == {"of all": 1}
         own.plans["of these tables"] = own.block_tables
         tables.append(own.block_tables.tolist())
-        layer.save()
+        scene.offload.save(layer)
     assert tables == [[[9, 0]], [[10, 0]], [[3, 0]]]
-    assert scene.offload.layers[0].wait_for_load(step) is step, "between steps with layerwise blocks nothing is changed"
+    assert scene.offload.wait_for_load(0, step) is step, "between steps with layerwise blocks nothing is changed"
 
 
 def test_what_is_loaded_is_what_has_tokens_and_what_is_stored_what_gets_some() -> None:
@@ -223,15 +223,15 @@ def test_copies_are_few_and_end_with_a_piece_of_the_host(monkeypatch: pytest.Mon
 def test_the_backend_makes_one_that_keeps_all_bytes_of_a_block(kv_dtype: str) -> None:
     backend = GPUBackend("float16", kv_dtype, DEVICE)
     offload = backend.layerwise_offload(4, 5, 3, 2, 2, 8)
-    cache = offload.layers[0].cache
+    cache = offload.caches[0]
     data = np.random.default_rng(0).integers(0, 256, (2, backend.block_nbytes(cache)), dtype=np.uint8)
-    for layer in offload.layers:
-        backend.write_blocks(layer.cache, np.arange(2), data)
+    for cache in offload.caches:
+        backend.write_blocks(cache, np.arange(2), data)
     offload.copy_blocks(np.array([[1, 3], [0, 4]]))  # to the host
     offload.copy_blocks(np.array([[4, 1], [3, 0], [3, 2]]))  # and back
     offload.copy_blocks(np.array([[2, 0]]))
-    for layer in offload.layers:
-        np.testing.assert_array_equal(backend.read_blocks(layer.cache, np.array([0, 1])), data[[1, 0]])
+    for cache in offload.caches:
+        np.testing.assert_array_equal(backend.read_blocks(cache, np.array([0, 1])), data[[1, 0]])
     offload.close()
 
 

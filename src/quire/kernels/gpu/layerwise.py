@@ -20,25 +20,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from quire.kernels.backend import STAGED_LAYERS, AttentionMetadata, HostBlocks, LayerwiseOffload, OffloadedLayer
+from quire.kernels.backend import STAGED_LAYERS, AttentionMetadata, HostBlocks, LayerwiseOffload
 from quire.kernels.gpu.cache import CacheOps, KVCache
 from quire.kernels.gpu.host_blocks import BlockMover, GPUHostBlocks, PinnedPool, Register, Unregister, cuda_register
 from quire.kernels.gpu.streams import Event, Stream, Streams
 
 MAX_COPIES = 64  # to load a layer; blocks between those requested are loaded rather than to launch more
-
-
-class GPUOffloadedLayer:
-    """See `OffloadedLayer`."""
-
-    def __init__(self, owner: GPULayerwiseOffload, number: int, cache: KVCache) -> None:
-        self._owner, self._number, self.cache = owner, number, cache
-
-    def wait_for_load(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        return self._owner.wait_for_load(self._number, metadata)
-
-    def save(self) -> None:
-        self._owner.save(self._number)
 
 
 class GPULayerwiseOffload:
@@ -68,9 +55,7 @@ class GPULayerwiseOffload:
         behind = num_layers * num_resident
         assert arena.num_blocks == behind + STAGED_LAYERS * num_layerwise
         self.staging = [side[behind:] for side in arena.sides()]
-        self.layers: Sequence[OffloadedLayer] = [
-            GPUOffloadedLayer(self, number, _from_block(arena, number * num_resident)) for number in range(num_layers)
-        ]
+        self.caches: Sequence[KVCache] = [_from_block(arena, layer * num_resident) for layer in range(num_layers)]
         self._free: list[Event | None] = [None] * STAGED_LAYERS  # of each half: when the next one may touch it
         self._next: int | None = None  # layer whose turn is next; None between steps
         self._loads: list[tuple[int, int]] = []
@@ -92,18 +77,18 @@ class GPULayerwiseOffload:
         self._next, self._layerwise = 0, None
         self._loads = runs(loads - self.first_layerwise, MAX_COPIES)
         self._stores = runs(stores - self.first_layerwise)
-        for number in range(min(STAGED_LAYERS, len(self.layers))):
-            self._load(number)
+        for layer in range(min(STAGED_LAYERS, len(self.caches))):
+            self._load(layer)
 
-    def wait_for_load(self, number: int, metadata: AttentionMetadata) -> AttentionMetadata:
+    def wait_for_load(self, layer: int, metadata: AttentionMetadata) -> AttentionMetadata:
         if self._next is None:
             return metadata
-        self._await(number)
+        self._await(layer)
         tables, slots = metadata.block_tables, metadata.slot_mapping
         if self._layerwise is None:
             layerwise_slots = slots >= self.first_layerwise * self.block_size
             self._layerwise = (tables >= self.first_layerwise).to(tables.dtype), layerwise_slots.to(slots.dtype)
-        moved = self._shift(number)
+        moved = self._shift(layer)
         return replace(
             metadata,
             block_tables=torch.add(tables, self._layerwise[0], alpha=moved),
@@ -111,31 +96,31 @@ class GPULayerwiseOffload:
             plans=dict(metadata.plans),  # what is planned for these tables is of no use to others
         )
 
-    def save(self, number: int) -> None:
+    def save(self, layer: int) -> None:
         if self._next is None:
             return
-        assert number == self._next, "layers take turns in their order"
+        assert layer == self._next, "layers take turns in their order"
         done = self._streams.record(Stream.COMPUTE)
         if self._stores:
             self._streams.wait(Stream.D2H, done)
-            copies = [(host, staged) for staged, host in self._places(number, self._stores)]
+            copies = [(host, staged) for staged, host in self._places(layer, self._stores)]
             self._streams.run(Stream.D2H, lambda: _copy(copies))
             done = self._streams.record(Stream.D2H)
-        self._free[number % STAGED_LAYERS] = done
-        if number + STAGED_LAYERS < len(self.layers):
-            self._load(number + STAGED_LAYERS)
-        self._next = number + 1
-        if self._next == len(self.layers):
+        self._free[layer % STAGED_LAYERS] = done
+        if layer + STAGED_LAYERS < len(self.caches):
+            self._load(layer + STAGED_LAYERS)
+        self._next = layer + 1
+        if self._next == len(self.caches):
             self._next = self._layerwise = None
 
     def copy_blocks(self, pairs: np.ndarray) -> None:
         layerwise = pairs >= self.first_layerwise
         self.begin(*(np.unique(pairs[layerwise[:, way], way]) for way in (0, 1)))
-        for number, layer in enumerate(self.layers):
-            self._await(number)
-            places = np.where(layerwise, pairs + self._shift(number), pairs)
-            self._streams.run(Stream.COMPUTE, partial(self._copy_blocks, layer.cache, places))
-            self.save(number)
+        for layer, cache in enumerate(self.caches):
+            self._await(layer)
+            places = np.where(layerwise, pairs + self._shift(layer), pairs)
+            self._streams.run(Stream.COMPUTE, partial(self._copy_blocks, cache, places))
+            self.save(layer)
 
     def close(self) -> None:
         if self._closed:
@@ -145,37 +130,37 @@ class GPULayerwiseOffload:
             self._streams.synchronize(self._streams.record(stream))
         for pool in self.pools:
             pool.close()
-        self.layers, self.staging, self._layerwise = [], [], None
+        self.caches, self.staging, self._layerwise = [], [], None
 
-    def _shift(self, number: int) -> int:
+    def _shift(self, layer: int) -> int:
         """Return what is added to the id of a layerwise block for its place in a layer's cache."""
-        return (len(self.layers) - number - 1) * self.first_layerwise + number % STAGED_LAYERS * self._num_layerwise
+        return (len(self.caches) - layer - 1) * self.first_layerwise + layer % STAGED_LAYERS * self._num_layerwise
 
-    def _await(self, number: int) -> None:
+    def _await(self, layer: int) -> None:
         """Make the compute stream wait for a layer's half of the staging buffer."""
-        assert number == self._next, "layers take turns in their order"
-        free = self._free[number % STAGED_LAYERS]
+        assert layer == self._next, "layers take turns in their order"
+        free = self._free[layer % STAGED_LAYERS]
         if free is not None:
             self._streams.wait(Stream.COMPUTE, free)
 
-    def _load(self, number: int) -> None:
+    def _load(self, layer: int) -> None:
         """Load what the step reads of a layer into its half of the staging buffer."""
         if not self._loads:
             return
-        half = number % STAGED_LAYERS
-        free, copies = self._free[half], self._places(number, self._loads)
+        half = layer % STAGED_LAYERS
+        free, copies = self._free[half], self._places(layer, self._loads)
         if free is not None:
             self._streams.wait(Stream.H2D, free)
         self._streams.run(Stream.H2D, lambda: _copy(copies))
         self._free[half] = self._streams.record(Stream.H2D)
 
-    def _places(self, number: int, layerwise: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _places(self, layer: int, layerwise: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of tensors, runs of a layer's layerwise blocks in the staging buffer and on the host."""
-        found, at = [], number % STAGED_LAYERS * self._num_layerwise
+        found, at = [], layer % STAGED_LAYERS * self._num_layerwise
         for pool, staging in zip(self.pools, self.staging, strict=True):
             for start, stop in layerwise:
                 while start < stop:
-                    piece, first = divmod(number * self._num_layerwise + start, pool.rows)
+                    piece, first = divmod(layer * self._num_layerwise + start, pool.rows)
                     end = min(stop, start + pool.rows - first)  # of the run, or of the piece
                     host = pool.pieces[piece][first : first + end - start]
                     found.append((staging[at + start : at + end], host))
