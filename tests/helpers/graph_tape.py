@@ -198,10 +198,6 @@ class TapeRecorder:
         """See `Recorder.alias`; the tape keeps all memory."""
         return tensor.detach()
 
-    def taken(self) -> int:
-        """See `CudaRecorder.taken`."""
-        return sum(whole.nbytes for graphs in self.made for graph in graphs for whole in graph.owned.values())
-
 
 class _Pooled(TapeGraph):
     """One whose first run in a step spoils what other recordings have left in the pool."""

@@ -96,7 +96,6 @@ def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], ex
     assert stats.recordings == len(tape.made)
     assert {len(graphs) > 1 for graphs in tape.made} == {True, False}, "in pieces and whole"
     assert stats.graphs > stats.recordings
-    assert stats.nbytes > 0 < stats.seconds
     assert backend.asides > backend.whole > 0
     before = backend.whole
     assert story(driver, "-again") == expected(family)

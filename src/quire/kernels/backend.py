@@ -25,7 +25,7 @@ from quire.checkpoint.tensor import Tensor
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.memory import DeviceMemory
-from quire.kernels.steps import DirectStager, GraphStats, Stager, StepShape
+from quire.kernels.steps import DirectStager, Stager, StepShape
 
 Array = Any  # numpy.ndarray or torch.Tensor, see the module docstring
 Arrays = tuple[Any, ...]  # arrays, or None in place of one
@@ -766,12 +766,12 @@ class GraphOps(ArrayOps, Protocol):
         and it must not depend on their values. What the function returns is overwritten by the next graph that runs.
         """
 
-    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        """Like `graph`, for "pieces" of a `StepShape`; ops between them go by the metadata given each time."""
+    def piecewise_graph(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+        """Like `graph`, in pieces; ops between them go by the metadata given each time."""
         return build
 
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        """Return the padded sizes in which a step is computed, and whether by `graph`, `graph_pieces` or neither."""
+        """Return the padded sizes in which a step is computed, and whether by `graph`, `piecewise_graph` or neither."""
         return StepShape(tokens, sequences, rows)
 
     def stager(self) -> Stager:
@@ -787,10 +787,6 @@ class GraphOps(ArrayOps, Protocol):
 
     def compiled_before(self) -> bool:
         """Return whether the main kernels are compiled already; on the first start on a machine they may not be."""
-
-    def graph_stats(self) -> GraphStats:
-        """Return the costs of the recordings that exist; zeros where they cost next to nothing."""
-        return GraphStats()
 
     def record_event(self) -> Any:
         """Record an event: the time at which the device has done all that it was given so far."""

@@ -1,11 +1,8 @@
-"""How a step reaches a backend: its shape, its inputs, and what recordings of steps cost. What is recorded, and how, is
-each backend's own business.
-"""
+"""How a step reaches a backend: its shape, its inputs. What is recorded, and how, is each backend's own business."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -15,39 +12,22 @@ class StepShape(NamedTuple):
     """A step's size as a backend computes it, no part of it smaller than requested.
 
     tokens, sequences, rows: flat tokens, sequences, rows to sample; what is more than the step has is padding, see
-    `AttentionMetadata`. recorded: "no": computed op by op, in exact sizes; "whole": as one recording; "pieces": as
-    recordings of what lies between the ops that depend on how tokens belong to sequences, so that only `tokens` and
+    `AttentionMetadata`. graph_mode: "none": computed op by op, in exact sizes; "full": as one recording; "piecewise":
+    as recordings of what lies between the ops that depend on how tokens belong to sequences, so that only `tokens` and
     `rows` matter.
     """
 
     tokens: int
     sequences: int
     rows: int
-    recorded: Literal["no", "whole", "pieces"] = "whole"
+    graph_mode: Literal["none", "full", "piecewise"] = "full"
 
     def within(self, max_tokens: int, max_sequences: int) -> StepShape:
         """Return the same with no more padding than there is room for."""
         tokens, rows = min(self.tokens, max_tokens), min(self.rows, max_sequences)
-        if self.recorded == "pieces":
+        if self.graph_mode == "piecewise":
             rows = min(rows, tokens - 1)  # as many rows as tokens would be all of them, in order
-        return StepShape(tokens, min(self.sequences, max_sequences), rows, self.recorded)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphStats:
-    """The costs of recordings so far.
-
-    Attributes:
-        recordings: steps that are recorded now. graphs: what they consist of; one that is whole is one.
-        seconds: spent on recording. nbytes: device memory that was taken for them; they share it.
-        failed: shapes that could not be recorded, and are computed op by op.
-    """
-
-    recordings: int = 0
-    graphs: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-    failed: int = 0
+        return StepShape(tokens, min(self.sequences, max_sequences), rows, self.graph_mode)
 
 
 class Stager(Protocol):

@@ -147,9 +147,9 @@ class _TracingBackend:
         """See `Backend`; not recorded while tracing."""
         return self._unless_tracing(build, self._backend.graph)
 
-    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+    def piecewise_graph(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
         """See `Backend`; not recorded while tracing."""
-        return self._unless_tracing(build, self._backend.graph_pieces)
+        return self._unless_tracing(build, self._backend.piecewise_graph)
 
     def _unless_tracing(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
         recorded: Callable[..., Arrays] | None = None

@@ -119,7 +119,7 @@ class StepGraphs:
         if self._offload is not None and self._offload.start_load(
             inputs.block_tables[0], inputs.num_scheduled, inputs.seq_lens
         ):
-            size = StepShape(tokens, sequences, rows, "no")
+            size = StepShape(tokens, sequences, rows, "none")
         shape = self._stage(inputs, size)._replace(all_hidden=all_hidden)
         lengths = StepLengths(inputs.num_scheduled, inputs.seq_lens) if self._backend.pads else None
         self.started = self._backend.record_event()
@@ -162,9 +162,9 @@ class StepGraphs:
             size = self._size(tokens, sequences, sequences)
             inputs.extra = {name: np.zeros(tokens, np.int64) for name in self._extra}
             shape = self._stage(inputs, size)
-            whole = size.recorded == "whole"
-            lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
-            _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if whole else sequences, lengths))
+            full = size.graph_mode == "full"
+            lengths = None if full else StepLengths(inputs.num_scheduled, inputs.seq_lens)
+            _, logits, _ = self._build(shape, self._metadata(shape, size.sequences if full else sequences, lengths))
             if logits is not None:
                 self._launch_sampling(logits)
 
@@ -181,7 +181,7 @@ class StepGraphs:
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if not self._recordable:
-            return StepShape(tokens, sequences, rows, "no")
+            return StepShape(tokens, sequences, rows, "none")
         return self._backend.step_shape(tokens, sequences, rows).within(self._max_tokens, self._max_num_seqs)
 
     def _stage(self, inputs: StepInputs, size: StepShape) -> Shape:
@@ -233,10 +233,10 @@ class StepGraphs:
 
     def _compute(self, shape: Shape, sequences: int, lengths: StepLengths | None) -> ForwardOutput:
         """Compute what was staged; `sequences` and `lengths` are the step's own, without padding."""
-        size, recorded = shape.size, shape.size.recorded
-        if recorded == "whole":
+        size, mode = shape.size, shape.size.graph_mode
+        if mode == "full":
             hidden, logits, finite = self._graph(shape)()
-        elif recorded == "pieces":
+        elif mode == "piecewise":
             hidden, logits, finite = self._graph(shape)(self._metadata(shape, sequences, lengths))
         else:
             hidden, logits, finite = self._build(shape, self._metadata(shape, size.sequences, lengths))
@@ -244,12 +244,12 @@ class StepGraphs:
 
     def _graph(self, shape: Shape) -> Callable[..., Arrays]:
         size = shape.size
-        if size.recorded == "pieces":
+        if size.graph_mode == "piecewise":
             shape = shape._replace(size=size._replace(sequences=0))  # however many there are
         graph = self._graphs.get(shape)
         if graph is None:
-            if size.recorded == "pieces":
-                graph = self._backend.graph_pieces(lambda metadata: self._build(shape, metadata))
+            if size.graph_mode == "piecewise":
+                graph = self._backend.piecewise_graph(lambda metadata: self._build(shape, metadata))
             else:
                 graph = self._backend.graph(lambda: self._build(shape, self._metadata(shape, size.sequences, None)))
             self._graphs[shape] = graph
@@ -309,7 +309,7 @@ class GraphWarmUp:
 
     def add(self, size: StepShape) -> None:
         """Count a step of requests that was computed."""
-        if self._backend.pads and size.recorded == "whole":
+        if self._backend.pads and size.graph_mode == "full":
             self._widest = max(self._widest, size.tokens)
             self._times[size.tokens] = self._times.get(size.tokens, 0) + 1
 
@@ -323,7 +323,7 @@ class GraphWarmUp:
         while self._widest and batch <= self._most:
             size = self._backend.step_shape(batch, batch, batch)
             tokens = min(size.tokens, self._most)
-            if size.recorded != "whole":
+            if size.graph_mode != "full":
                 return None
             if self._times.get(tokens, 0) < RECORDED_AFTER:
                 return tokens

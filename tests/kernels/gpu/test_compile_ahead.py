@@ -55,10 +55,10 @@ with pretend_gpu() as compiled:
         size = ladder.up(tokens, sequences, sequences).within(512, 80)
         inputs = dummy_inputs(graphs._num_groups, tokens, sequences, 80)
         graphs._stage(inputs, size)
-        whole = size.recorded == "whole"
-        lengths = None if whole else StepLengths(inputs.num_scheduled, inputs.seq_lens)
+        full = size.graph_mode == "full"
+        lengths = None if full else StepLengths(inputs.num_scheduled, inputs.seq_lens)
         shape = size, False, False
-        metadata = graphs._metadata(shape, size.sequences if whole else sequences, lengths)
+        metadata = graphs._metadata(shape, size.sequences if full else sequences, lengths)
         _, logits, _ = graphs._build(shape, metadata)
         chances = np.full(len(logits), 0.5)
         backend.sample(logits, SamplingOptions(chances, np.full(len(logits), 2), chances, chances), chances)

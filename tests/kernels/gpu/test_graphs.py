@@ -37,11 +37,11 @@ def test_shapes_have_room_for_the_step_and_tell_kinds_apart(most: int) -> None:
             small = shape.within(tokens + 2, max(rows, sequences))
             for size in (shape, small):
                 assert size.tokens >= tokens and size.sequences >= sequences and size.rows >= rows
-                if size.recorded == "whole":
+                if size.graph_mode == "full":
                     assert (tokens == sequences == rows and size.tokens == size.sequences == size.rows) or size is small
-                elif size.recorded == "pieces":
+                elif size.graph_mode == "piecewise":
                     assert size.rows < size.tokens, "rows that are chosen, not all"
-            assert (shape.recorded == "no") == (tokens > most)
+            assert (shape.graph_mode == "none") == (tokens > most)
     assert len({ladder.up(n, n, n).tokens for n in range(1, most + 1)}) <= 7 + most // 8
 
 
@@ -113,7 +113,7 @@ def test_pieces_go_by_the_metadata_of_each_step() -> None:
         second = toy.sums(first * x, state, step.of_group(1))
         return (torch.cat([first, second], 1)[:, 1:],)
 
-    run = toy.graph_pieces(build)
+    run = toy.piecewise_graph(build)
     for number, counts in enumerate([(6,), (2, 3), (1, 1, 4), (3, 2), (6,), (5,)]):
         x.copy_(torch.arange(18.0, device=DEVICE).reshape(6, 3) + number)
         before = state.clone()

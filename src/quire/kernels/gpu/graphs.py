@@ -1,4 +1,4 @@
-"""CUDA graphs: a step of one shape captured once, whole or in pieces, and replayed; and which shapes are captured.
+"""CUDA graphs: a step of one shape captured once, full or piecewise, and replayed; and which shapes are captured.
 
 A shape's first step is computed op by op, so that it waits for nothing but kernels to be compiled. Its second is, too,
 on the capture stream, and is then captured: nothing is computed during a capture, so each step is computed exactly
@@ -15,14 +15,13 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from triton.errors import TritonError
@@ -32,10 +31,10 @@ from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.compile_ahead import CompileAhead, mark, marker
 from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.step_staging import PackedStager
-from quire.kernels.steps import GraphStats, Stager, StepShape
+from quire.kernels.steps import Stager, StepShape
 from quire.version import __version__
 
-# Steps of so many tokens and rows are recorded in pieces. A quarter of padding costs less than an op by itself does.
+# Steps of so many tokens and rows are recorded piecewise. A quarter of padding costs less than an op by itself does.
 _TOKENS: Final = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _ROWS: Final = (0, 8, 32, 64, 128)
 _FINE, _COARSE = 128, 256  # steps of both ladders where they go on
@@ -68,20 +67,20 @@ class CaptureSizes:
     def up(self, tokens: int, sequences: int, rows: int) -> StepShape:
         """Return the shape in which such a step is computed; see `Backend.step_shape`."""
         if tokens > self._most or (rows >= tokens and sequences != tokens):
-            return StepShape(tokens, sequences, rows, "no")
+            return StepShape(tokens, sequences, rows, "none")
         if tokens == sequences == rows:
             size = self._decode[bisect_left(self._decode, tokens)]
-            return StepShape(size, size, size, "whole")
+            return StepShape(size, size, size, "full")
         size = self._tokens[bisect_left(self._tokens, tokens)]
         padded = min(self._rows[bisect_left(self._rows, rows)], size - 1)  # all rows would be taken in order
-        return StepShape(size, sequences, padded, "pieces")
+        return StepShape(size, sequences, padded, "piecewise")
 
 
 Shape = Callable[..., tuple[int, ...]]
 
 
 def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark an op, a method of a backend's group: recordings in pieces run it with the metadata of each step.
+    """Mark an op, a method of a backend's group: piecewise recordings run it with the metadata of each step.
 
     Of the op: it takes an `AttentionMetadata` named `metadata`, and tensors, and returns one new tensor of `act`, whose
     shape is `shape(self, *the same arguments)`. If it has a parameter `out`, it may write the result there and return
@@ -97,7 +96,7 @@ def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., A
 
         @wraps(op)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            pieces: Pieces | None = getattr(self, "pieces", None)
+            pieces: PiecewiseGraph | None = getattr(self, "pieces", None)
             if pieces is None:
                 return op(self, *args, **kwargs)
             out = torch.empty(shape(self, *args, **kwargs), dtype=self.act, device=self.device)
@@ -120,7 +119,9 @@ class _EagerCall:
     Of temporary tensors it has aliases: so the memory of all layers' activations is that of a few.
     """
 
-    def __init__(self, op: Callable[..., Any], arguments: dict[str, Any], out: torch.Tensor, pieces: Pieces) -> None:
+    def __init__(
+        self, op: Callable[..., Any], arguments: dict[str, Any], out: torch.Tensor, pieces: PiecewiseGraph
+    ) -> None:
         self._op = op
         self._group = pieces.group_of(arguments["metadata"])
         self._arguments = {name: pieces.kept(value) for name, value in arguments.items()}
@@ -135,8 +136,8 @@ class _EagerCall:
             self._out.copy_(result)
 
 
-class Pieces:
-    """A recording in pieces, in the making and afterwards. `metadata` is that of the step that is recorded."""
+class PiecewiseGraph:
+    """A piecewise recording, in the making and afterwards. `metadata` is that of the step that is recorded."""
 
     def __init__(self, recorder: CudaRecorder, metadata: AttentionMetadata) -> None:
         self._recorder, self._metadata = recorder, metadata
@@ -285,25 +286,20 @@ class CudaRecorder:
             return tensor
         return rebuild(torch.as_tensor(_Memory(tensor.data_ptr(), nbytes), device=self._device), tensor)
 
-    def taken(self) -> int:
-        """Return how many bytes of the device are taken, by whomever."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
-
 
 logger = logging.getLogger(__name__)
 
 
 class Recording:
-    """A step of one shape, called with its metadata if it is recorded in pieces."""
+    """A step of one shape, called with its metadata if it is piecewise."""
 
-    def __init__(self, owner: GraphOps, build: Callable[..., Arrays], in_pieces: bool) -> None:
-        self._owner, self._build, self._in_pieces = owner, build, in_pieces
+    def __init__(self, owner: GraphOps, build: Callable[..., Arrays], piecewise: bool) -> None:
+        self._owner, self._build, self._piecewise = owner, build, piecewise
         self._calls = 0
         self._run: Callable[..., None] | None = None
         self._outputs: Arrays = ()
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.seconds, self.nbytes, self.failed = 0.0, 0, False
+        self.failed = False
 
     def __call__(self, *metadata: AttentionMetadata) -> Arrays:
         """Compute a step, in this or that way; what is returned is overwritten by the next recording that runs."""
@@ -316,19 +312,17 @@ class Recording:
             return self._build(*metadata)
         with recorder.aside():
             outputs = self._build(*metadata)
-        started, taken = time.perf_counter(), recorder.taken()
         try:
             with recorder.recording():
                 self._record(recorder, *metadata)
         except (RuntimeError, TritonError) as error:
             self.failed, self.graphs = True, []
             logger.warning("a step could not be recorded and stays slower than it might be: %s", _cause(error))
-        self.seconds, self.nbytes = time.perf_counter() - started, max(0, recorder.taken() - taken)
         return outputs
 
     def _record(self, recorder: Any, *metadata: AttentionMetadata) -> None:
-        if self._in_pieces:
-            self._record_pieces(recorder, metadata[0])
+        if self._piecewise:
+            self._record_piecewise(recorder, metadata[0])
             return
         graph = recorder.begin()
         try:
@@ -338,8 +332,8 @@ class Recording:
         self._outputs = _aliases(recorder, outputs)
         self.graphs, self._run = [graph], graph.replay
 
-    def _record_pieces(self, recorder: Any, metadata: AttentionMetadata) -> None:
-        pieces = Pieces(recorder, metadata)
+    def _record_piecewise(self, recorder: Any, metadata: AttentionMetadata) -> None:
+        pieces = PiecewiseGraph(recorder, metadata)
         self._owner.pieces = pieces
         pieces.begin()
         try:
@@ -364,16 +358,24 @@ def _aliases(recorder: Any, outputs: Arrays) -> Arrays:
     return tuple(None if output is None else recorder.alias(output) for output in outputs)
 
 
+class GraphStats(NamedTuple):
+    """Steps that are recorded, the graphs that they consist of (full ones of one each), and steps that could not be."""
+
+    recordings: int
+    graphs: int
+    failed: int
+
+
 class GraphOps(ArrayOps):
     """Recordings.
 
     Attributes:
         recorder: makes them, see `new_recorder`; None with `enforce_eager`, and in Triton's interpreter.
-        pieces: the recording in pieces that is being made, or None.
+        pieces: the piecewise recording that is being made, or None.
     """
 
     pads = True
-    pieces: Pieces | None = None
+    pieces: PiecewiseGraph | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -402,7 +404,7 @@ class GraphOps(ArrayOps):
 
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
         if self.recorder is None:
-            return StepShape(tokens, sequences, rows, "no")
+            return StepShape(tokens, sequences, rows, "none")
         return self._capture_sizes.up(tokens, sequences, rows)
 
     def stager(self) -> Stager:
@@ -411,20 +413,19 @@ class GraphOps(ArrayOps):
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
         return self._recording(build, False)
 
-    def graph_pieces(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
+    def piecewise_graph(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
         return self._recording(build, True)
 
-    def _recording(self, build: Callable[..., Arrays], in_pieces: bool) -> Recording:
-        made = Recording(self, build, in_pieces)
+    def _recording(self, build: Callable[..., Arrays], piecewise: bool) -> Recording:
+        made = Recording(self, build, piecewise)
         self._recordings.add(made)
         return made
 
     def graph_stats(self) -> GraphStats:
+        """Count the recordings that exist."""
         made = list(self._recordings)
         return GraphStats(
             recordings=sum(bool(one.graphs) for one in made),
             graphs=sum(len(one.graphs) for one in made),
-            seconds=sum(one.seconds for one in made),
-            nbytes=sum(one.nbytes for one in made),
             failed=sum(one.failed for one in made),
         )
