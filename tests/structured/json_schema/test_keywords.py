@@ -71,6 +71,13 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"not": {"type": ["string", "integer"]}}, [None, 1.5, {}], ["", 1, 2.0]),
     ({"not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}, 1]),
     ({"not": {"enum": [1, "a"]}}, [2, "b", "A"], [1, 1.0, "a"]),
+    # So large a number has one text, which is also that of a string.
+    ({"enum": [str(2**53 + 1), 2**53 + 1]}, [str(2**53 + 1), 2**53 + 1], [1]),
+    (
+        {"properties": {str(2**53 + 1): {"const": 2**53 + 1}}},
+        [{str(2**53 + 1): 2**53 + 1}],
+        [{str(2**53 + 1): str(2**53 + 1)}],
+    ),
     ({"type": "string", "not": {"pattern": "^a"}}, ["b", ""], ["a", "ab"]),
     (
         {

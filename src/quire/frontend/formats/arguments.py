@@ -208,7 +208,7 @@ class _Parameters:
         tags = self._notation
         assert isinstance(tags, Tagged), "only called for these"
         close = tags.value_close
-        body = f"({terminal(lang, spelled=False)} & ~(/(?s:.*)/ {literal(close)} /(?s:.*)/))"
+        body = f"({terminal(lang)} & ~(/(?s:.*)/ {literal(close)} /(?s:.*)/))"
         if tags.pad and not free:
             body = f"({body} {literal(tags.pad)})"
         if close in self._builder.special_tokens:

@@ -249,7 +249,7 @@ class ValueGrammar:
     def _quoted(self, lang: Lang) -> str:
         assert self._quote is not None, "asked for only with quotes"
         quote = self._builder.marker(self._quote)
-        body = f"{terminal(lang, spelled=False)} & ~(/(?s:.*)/ {literal(self._quote)} /(?s:.*)/)"
+        body = f"{terminal(lang)} & ~(/(?s:.*)/ {literal(self._quote)} /(?s:.*)/)"
         if self._quote in self._builder.special_tokens:
             empty = "?" if nullable(lang) else ""
             return f"{quote} {self._builder.terminal(body, 'quoted')}{empty} {quote}"

@@ -102,7 +102,7 @@ def _expressions(emitter: Emitter, shape: Shape, pointer: str) -> list[str]:
         return objects.choices(emitter, shape, pointer)
     if isinstance(shape, NumberShape) and _listed(shape).multiples:
         as_floats = emitter.expander.document.draft != 4
-        return multiples.choices(emitter.builder, shape, whole_as_floats=as_floats, pointer=pointer)
+        return multiples.choices(emitter.texts, shape, whole_as_floats=as_floats, pointer=pointer)
     return []
 
 

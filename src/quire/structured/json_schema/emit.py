@@ -33,7 +33,8 @@ class Texts:
         self.close_object = builder.terminal(f'{gap} "}}"'.strip(), "close")
         self.open_array = builder.terminal(f'"[" {gap}'.strip(), "open")
         self.close_array = builder.terminal(f'{gap} "]"'.strip(), "close")
-        self._values: dict[Lang, str] = {}
+        self._strings: dict[Lang, str] = {}
+        self._numbers: dict[Lang, str] = {}
 
     def _gap(self, whitespace: str) -> str:
         if whitespace == "none":
@@ -46,9 +47,9 @@ class Texts:
 
     def string(self, language: Lang) -> str:
         """Return the terminal of the JSON strings whose text is in `language`."""
-        if language not in self._values:
-            self._values[language] = self.builder.terminal(quoted(language), "string")
-        return self._values[language]
+        if language not in self._strings:
+            self._strings[language] = self.builder.terminal(quoted(language), "string")
+        return self._strings[language]
 
     def name(self, language: Lang) -> str:
         """Return the terminals of a property name in `language` and the colon behind it.
@@ -59,9 +60,9 @@ class Texts:
 
     def number(self, language: Lang) -> str:
         """Return the terminal of the numbers whose texts are `language`."""
-        if language not in self._values:
-            self._values[language] = self.builder.terminal(terminal(language, spelled=False), "number")
-        return self._values[language]
+        if language not in self._numbers:
+            self._numbers[language] = self.builder.terminal(terminal(language), "number")
+        return self._numbers[language]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from typing import TYPE_CHECKING
 
 from quire.structured.builder import GrammarBuilder
 from quire.structured.json_schema import regular
@@ -19,7 +20,9 @@ from quire.structured.json_schema.errors import MAX_LISTED, too_complex, unsuppo
 from quire.structured.json_schema.numbers import large_scientific, next_whole, number_language
 from quire.structured.json_schema.regular import EMPTY, Lang, both, cat, chars, derive, rep, text
 from quire.structured.json_schema.shapes import NumberShape, exact, fits
-from quire.structured.json_schema.spelling import terminal
+
+if TYPE_CHECKING:
+    from quire.structured.json_schema.emit import Texts
 
 MAX_MODULUS = 100_000
 MAX_STATES = 4000
@@ -30,7 +33,7 @@ _NATURAL = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, None)))
 _SHORT = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, 14)))  # whole parts whose floats have fractions
 
 
-def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: bool, pointer: str) -> list[str]:
+def choices(texts: Texts, shape: NumberShape, *, whole_as_floats: bool, pointer: str) -> list[str]:
     """Return rules whose union is the numbers of `shape`, which has `multiples`."""
     where = f"{pointer}/multipleOf"
     if shape.whole:
@@ -38,26 +41,26 @@ def choices(builder: GrammarBuilder, shape: NumberShape, *, whole_as_floats: boo
         reduced = frozenset((exact(value).numerator if holds else value, holds) for value, holds in shape.multiples)
         shape = replace(shape, multiples=reduced - {(1, True)})
         if not shape.multiples:
-            language = number_language(shape, whole_as_floats=whole_as_floats)
-            return [builder.terminal(terminal(language, spelled=False), "number")]
+            return [texts.number(number_language(shape, whole_as_floats=whole_as_floats))]
     sizes = [exact(value) for value, _ in shape.multiples]
     whole = all(size.denominator == 1 for size in sizes)
     plain = whole and not shape.excluded and all(wanted for _, wanted in shape.multiples)
     if any(size.numerator > MAX_MODULUS for size in sizes):
         raise too_complex(where, f"more than {MAX_MODULUS}")
     if plain:
-        return _by_remainder(builder, shape, math.lcm(*(size.numerator for size in sizes)), whole_as_floats, where)
+        return _by_remainder(
+            texts.builder, shape, math.lcm(*(size.numerator for size in sizes)), whole_as_floats, where
+        )
     found = []
     if whole and shape.whole is not True and not any(wanted for _, wanted in shape.multiples):
-        broken = number_language(replace(shape, whole=False, multiples=frozenset()))
-        found.append(builder.terminal(terminal(broken, spelled=False), "number"))
+        found.append(texts.number(number_language(replace(shape, whole=False, multiples=frozenset()))))
         if shape.whole is False:
             return found
     elif whole:
         shape = replace(shape, whole=True)
     elif whole_as_floats and all(size.numerator == 1 for size in sizes):
-        return [builder.terminal(terminal(_unit_fractions(shape, where), spelled=False), "number")]
-    return [*found, _Automaton(builder, shape, where, whole_as_floats).rule()]
+        return [texts.number(_unit_fractions(shape, where))]
+    return [*found, _Automaton(texts.builder, shape, where, whole_as_floats).rule()]
 
 
 def listed_values(shape: NumberShape) -> tuple[int, ...] | None:

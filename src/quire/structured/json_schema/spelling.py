@@ -16,9 +16,9 @@ _RAW = complement(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 _ESCAPED = ((0, 0x1F), (0x7F, 0xFFFF))
 
 
-def terminal(lang: Lang, *, spelled: bool) -> str:
-    """Return the body of a Lark terminal for `lang`: spelled as inside a JSON string, or as it is."""
-    return _Writer(spelled_class if spelled else plain_class).lark(lang)
+def terminal(lang: Lang) -> str:
+    """Return the body of a Lark terminal for `lang` as it is."""
+    return _Writer(plain_class).lark(lang)
 
 
 def quoted(lang: Lang) -> str:
