@@ -371,19 +371,16 @@ def test_end_ids_come_from_both_files(read: Any) -> None:
 
 def test_ids_outside_the_vocabulary_are_none(read: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        info = read(eos_token_id=[5, 50256], pad_token_id=-1, bos_token_id=None, generation={"bos_token_id": 3})
-    assert (info.eos_token_ids, info.pad_token_id, info.bos_token_id) == ((5,), None, 3)
+        info = read(eos_token_id=[5, 50256], bos_token_id=-1)
+    assert (info.eos_token_ids, info.bos_token_id) == ((5,), None)
     assert "eos_token_id [50256] lies outside the vocabulary of 160" in caplog.text
-    assert "pad_token_id" not in caplog.text
+    assert "bos_token_id" not in caplog.text
 
 
-@pytest.mark.parametrize("key", ["bos_token_id", "pad_token_id"])
-def test_an_id_of_the_generation_config_hides_that_of_the_config(
-    read: Any, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    for hidden in ("<s>", 50256):
-        assert getattr(read(**{key: hidden}, generation={key: 3}), key) == 3
-    assert key not in caplog.text
+def test_an_id_of_the_generation_config_hides_that_of_the_config(read: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for hidden in (None, "<s>", 50256):
+        assert read(bos_token_id=hidden, generation={"bos_token_id": 3}).bos_token_id == 3
+    assert "bos_token_id" not in caplog.text
 
 
 def test_sampling_defaults(read: Any) -> None:

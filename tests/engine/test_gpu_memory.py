@@ -178,11 +178,8 @@ def test_a_gpu_that_is_not_here_is_planned_for_by_its_size(
 def test_a_gpus_memory_is_what_it_has_and_what_all_have_taken_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "interpreted", lambda: False)
     monkeypatch.setattr(probe, "find_gpus", lambda: [GPU(0, "a card", 80 * GIB, (9, 0))])
-    monkeypatch.setattr(probe, "used_memory", lambda index: 3 * GIB)
+    monkeypatch.setattr(probe, "used_memory", lambda: 3 * GIB)
     assert probe.gpu_memory() == DeviceMemory(80 * GIB, 3 * GIB)
     assert probe.gpu_memory().free == 77 * GIB
-    monkeypatch.setattr(probe, "used_memory", lambda index: None)
+    monkeypatch.setattr(probe, "used_memory", lambda: None)
     assert probe.gpu_memory() == DeviceMemory(80 * GIB)
-    with pytest.raises(ConfigError, match="there is no GPU 1; 1 can be used"):
-        monkeypatch.setattr(probe, "check_gpu", lambda: None)
-        probe.gpu_memory(1)

@@ -92,7 +92,6 @@ def model_info(vocab_size: int, max_model_len: int, eos_token_ids: tuple[int, ..
         layer_windows=(None,),
         dtype="float32",
         bos_token_id=None,
-        pad_token_id=None,
         eos_token_ids=eos_token_ids,
         sampling_defaults=defaults,
         raw={},

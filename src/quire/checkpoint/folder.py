@@ -46,9 +46,7 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(
-    name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, token: str | None = None
-) -> Path:
+def resolve_model(name_or_path: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder of a model or its GGUF file, downloading it if it is a hub id that is not in the cache.
 
     Args:
@@ -56,7 +54,6 @@ def resolve_model(
             hub id with several GGUF files, "FOLDER:Q4_K_M" takes one.
         revision: branch, tag or commit on the hub.
         download_dir: where downloads are kept; the Hugging Face cache if None.
-        token: hub token; the one huggingface_hub finds if None.
 
     Raises:
         ModelError: it is none of these, or the hub does not give it; one line.
@@ -82,15 +79,15 @@ def resolve_model(
             f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors, or a GGUF file)"
         )
     if choice and _HUB_ID.fullmatch(folder):
-        return _download_gguf(folder, choice, revision, download_dir, token)
+        return _download_gguf(folder, choice, revision, download_dir)
     if name_or_path.upper().endswith("-GGUF") and _HUB_ID.fullmatch(name_or_path):
-        return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir, token)
+        return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir)
     if not _HUB_ID.fullmatch(name_or_path):
         raise ModelError(
             f"{echo(name_or_path)}: no such folder (expected a model folder, a Hugging Face id like owner/name, "
             f"or {DEMO_MODEL})"
         )
-    return _download(name_or_path, revision, download_dir, token, DOWNLOAD_PATTERNS, IGNORE_PATTERNS)
+    return _download(name_or_path, revision, download_dir, DOWNLOAD_PATTERNS, IGNORE_PATTERNS)
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -119,21 +116,14 @@ def choose_gguf(folder: Path, choice: str = "") -> Path:
     raise ModelError(f"{folder}: several GGUF files: {names} (expected a file's name, or {folder}:Q4_K_M)")
 
 
-def _download_gguf(
-    repo_id: str, choice: str, revision: str | None, download_dir: str | None, token: str | None
-) -> Path:
+def _download_gguf(repo_id: str, choice: str, revision: str | None, download_dir: str | None) -> Path:
     spellings = dict.fromkeys((choice, choice.upper(), choice.lower()))
     patterns = [f"*{name}{end}" for name in spellings for end in (".gguf", "-*-of-*.gguf")]
-    return choose_gguf(_download(repo_id, revision, download_dir, token, patterns, None), choice)
+    return choose_gguf(_download(repo_id, revision, download_dir, patterns, None), choice)
 
 
 def _download(
-    repo_id: str,
-    revision: str | None,
-    download_dir: str | None,
-    token: str | None,
-    patterns: list[str],
-    ignored: list[str] | None,
+    repo_id: str, revision: str | None, download_dir: str | None, patterns: list[str], ignored: list[str] | None
 ) -> Path:
     """Fetch a snapshot, or find it in the cache."""
     import huggingface_hub
@@ -145,7 +135,6 @@ def _download(
             repo_id,
             revision=revision,
             cache_dir=download_dir,
-            token=token,
             allow_patterns=patterns,
             ignore_patterns=ignored,
         )

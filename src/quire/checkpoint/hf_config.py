@@ -53,7 +53,7 @@ class ModelInfo:
         norm_eps, hidden_act, tie_word_embeddings: as named in most config.json files.
         layer_windows: per layer, the sliding window in tokens (itself included), or None for full attention.
         dtype: of the weights: "float32", "bfloat16" or "float16".
-        bos_token_id, pad_token_id: or None. eos_token_ids: every end-of-sequence id; may be empty.
+        bos_token_id: or None. eos_token_ids: every end-of-sequence id; may be empty.
         sampling_defaults: SamplingParams fields that generation_config.json recommends.
         keeps_states: some layers keep a state for each sequence that cannot go back (`step.LayerStateSpec`).
         raw: config.json with overrides merged and the architecture's defaults filled in.
@@ -82,7 +82,6 @@ class ModelInfo:
     layer_windows: tuple[int | None, ...]
     dtype: str
     bos_token_id: int | None
-    pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, int | float]
     raw: Mapping[str, Any] = field(repr=False)
@@ -195,18 +194,13 @@ def _transformers_info(folder: Path, config: Mapping[str, Any]) -> ModelInfo:
 def _tokens_and_dtype(fields: ConfigFields, generation: ConfigFields, vocab_size: int) -> dict[str, Any]:
     """Return the fields of `ModelInfo` that config.json has for every architecture.
 
-    Ids in generation_config.json come before those in config.json, whose bos and pad ids are read only if needed.
+    Ids in generation_config.json come before those in config.json, whose bos id is read only if needed.
     """
-
-    def first_id(key: str) -> int | None:
-        ids = _token_ids(generation, key, vocab_size) or _token_ids(fields, key, vocab_size)
-        return ids[0] if ids else None
-
+    bos_ids = (_token_ids(source, "bos_token_id", vocab_size) for source in (generation, fields))
     eos_ids = (_token_ids(source, "eos_token_id", vocab_size) for source in (generation, fields))
     return {
         "dtype": _dtype(fields),
-        "bos_token_id": first_id("bos_token_id"),
-        "pad_token_id": first_id("pad_token_id"),
+        "bos_token_id": next(chain.from_iterable(bos_ids), None),
         "eos_token_ids": tuple(dict.fromkeys(chain.from_iterable(eos_ids))),
         "sampling_defaults": _sampling_defaults(generation),
     }

@@ -11,13 +11,13 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
 from quire.kernels.backend import Array, Arrays, AttentionMetadata, AttentionOps, AttentionParams, Backend, KVCache
-from quire.kernels.create import create_backend
 from quire.models.loader import load_model
 from quire.models.pooling import PoolingModel
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerOutput
 from quire.verify.oracle import LayerTrace
 from quire.worker.model_runner import ModelRunner
+from quire.worker.worker import new_backend
 
 LOGIT_ROWS = 128  # computed at a time
 PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
@@ -27,17 +27,8 @@ class ModelDriver:
     """A model that serves up to `num_sequences` sequences of up to `length` tokens."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, *, length: int, num_sequences: int = 4) -> None:
-        model, device = config.model, config.device
-        backend = create_backend(
-            device.device,
-            model.dtype,
-            config.cache.kv_cache_dtype,
-            device.num_threads,
-            model.quantization,
-            device.simd_level,
-            batch_invariant=device.batch_invariant,
-        )
-        self.backend = _TracingBackend(backend)
+        model = config.model
+        self.backend = _TracingBackend(new_backend(config))
         self.model = load_model(
             info,
             cast(Backend, self.backend),

@@ -30,7 +30,7 @@ import re
 import secrets
 import shutil
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,7 @@ class StoreGeometry:
 
     def fields(self) -> dict[str, Any]:
         """Return what `meta` says of a store, its key aside."""
-        return {
-            "format": FORMAT,
-            "fingerprint": self.fingerprint,
-            "block_nbytes": self.block_nbytes,
-            "block_size": self.block_size,
-            "header_nbytes": self.header_nbytes,
-        }
+        return {"format": FORMAT, **asdict(self)}
 
     def folder_name(self) -> str:
         """Return the name of the sub-folder for such blocks."""

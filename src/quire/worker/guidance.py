@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -24,6 +23,7 @@ from quire.sampling.metadata import Bitmask
 from quire.sampling.thinking import ThinkingBudget
 from quire.step import ModelOutput, NewSequenceData
 from quire.structured.lark import first_line, grammar_failed
+from quire.worker.input_batch import InputBatch
 
 MAX_THREADS = 8  # they run beside the model, which has use for all cores
 
@@ -181,21 +181,6 @@ class Guide:
         return forced
 
 
-class Rows(Protocol):
-    """The part of `InputBatch` that `Guidance` reads and appends to."""
-
-    guides: dict[int, Guide]
-    row_of: dict[str, int]
-    num_tokens: np.ndarray
-    num_prompt_tokens: np.ndarray
-
-    def room(self, row: int) -> int:
-        """Return how many tokens a row has room for."""
-
-    def append_tokens(self, row: int, token_ids: list[int]) -> None:
-        """Append tokens that were not sampled."""
-
-
 class Guidance:
     """The guides of a batch: in each step `start`, then the model, then `finish`, `bitmask`, and `advance`.
 
@@ -237,7 +222,7 @@ class Guidance:
             min_tokens=params.min_tokens,
         )
 
-    def start(self, rows: list[int], batch: Rows) -> None:
+    def start(self, rows: list[int], batch: InputBatch) -> None:
         """Begin to compute the bitmasks of the rows that are sampled in this step."""
         self._index_of = {}
         matchers: list[tuple[LLMatcher, int]] = []
@@ -256,7 +241,7 @@ class Guidance:
                 matchers.append((guide.matcher, index))
         self._writer.start(matchers)
 
-    def finish(self, rows: np.ndarray, batch: Rows) -> dict[int, ErrorData]:
+    def finish(self, rows: np.ndarray, batch: InputBatch) -> dict[int, ErrorData]:
         """Wait for the bitmasks. Return, by index into `rows` int64 [R], why a sequence cannot go on."""
         self._writer.wait()
         bits = self._writer.bits[: len(self._index_of)]
@@ -289,7 +274,7 @@ class Guidance:
         indices, own = np.array(masked, dtype=np.int64).T
         return Bitmask(indices, self._writer.bits[own], self._end_ids[own])
 
-    def advance(self, sequence_ids: Sequence[str], batch: Rows, output: ModelOutput) -> None:
+    def advance(self, sequence_ids: Sequence[str], batch: InputBatch, output: ModelOutput) -> None:
         """Accept the tokens that `output` has for these sequences, and append those that must follow to both.
 
         Sequences whose grammar is complete, or cannot go on, are named in `output`.

@@ -175,7 +175,7 @@ def test_what_the_metadata_says_becomes_the_config(tmp_path: Path) -> None:
     same = ("architecture", "vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "intermediate_size")
     same += ("max_model_len", "rope", "norm_eps", "hidden_act", "tie_word_embeddings", "layer_windows")
     assert {name: getattr(info, name) for name in same} == {name: getattr(original, name) for name in same}
-    assert (info.bos_token_id, info.eos_token_ids, info.pad_token_id, info.dtype) == (5, (6, 7), 8, "float16")
+    assert (info.bos_token_id, info.eos_token_ids, info.raw["pad_token_id"], info.dtype) == (5, (6, 7), 8, "float16")
     changed = load_model_info(tmp_path / "m.gguf", {"max_position_embeddings": 64})
     assert changed.max_model_len == 64
 

@@ -103,17 +103,15 @@ def every_nth_full(fields: ConfigFields, period: int) -> dict[str, Any]:
     return layer_types(fields, lambda layer: bool((layer + 1) % period))
 
 
-def two_rotations(
-    fields: ConfigFields, full_theta: float, local_theta: float, *, scale_local: bool = False
-) -> dict[str, Any]:
+def two_rotations(fields: ConfigFields, full_theta: float, local_theta: float) -> dict[str, Any]:
     """Return `rope_parameters` by layer type: those of the file, with these bases where it has none.
 
-    `rope_scaling`, which older files have instead, applies to full attention, and to windows if `scale_local`.
+    `rope_scaling`, which older files have instead, applies to full attention only.
     """
     scaling, given = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     parameters: dict[str, Any] = {}
     for layer_type, theta in ((FULL, full_theta), (SLIDING, local_theta)):
         own = given.inner(layer_type) if given else None
-        scaled = scaling.values if scaling and (layer_type == FULL or scale_local) else {}
+        scaled = scaling.values if scaling and layer_type == FULL else {}
         parameters[layer_type] = {"rope_theta": theta, **scaled, **(own.values if own else {})}
     return {"rope_scaling": None, "rope_parameters": parameters}

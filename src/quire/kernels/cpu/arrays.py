@@ -11,6 +11,7 @@ import ctypes
 import math
 import weakref
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -115,16 +116,16 @@ class Slabs:
         size = count * np.dtype(dtype).itemsize
         room = -(-size // ALIGNMENT) * ALIGNMENT
         if room > SLAB_BYTES // 2:
-            return _aligned(room)[:size].view(dtype)
+            return aligned(room)[:size].view(dtype)
         if self._used + room > self._slab.nbytes:
-            self._slab, self._used = _aligned(SLAB_BYTES), 0
+            self._slab, self._used = aligned(SLAB_BYTES), 0
         start, self._used = self._used, self._used + room
         return self._slab[start : start + size].view(dtype)
 
 
-def _aligned(size: int) -> np.ndarray:
-    """Return `size` bytes, a multiple of a cache line, that start at one."""
-    room = np.empty(size + ALIGNMENT, np.uint8)
+def aligned(size: int, make: Callable[[int, Any], np.ndarray] = np.empty) -> np.ndarray:
+    """Return `size` bytes that start at a cache line, of memory that `make` allocates."""
+    room = make(size + ALIGNMENT, np.uint8)
     skip = -room.__array_interface__["data"][0] % ALIGNMENT
     return room[skip : skip + size]
 
@@ -197,7 +198,7 @@ class Arena:
         return slab, start
 
     def _allocate(self, size: int) -> Any:
-        return _aligned(size)
+        return aligned(size)
 
     def _piece(self, slab: int, start: int, size: int) -> Any:
         return _piece_type(size).from_buffer(self._slabs[slab].data, start)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.cpu.threads import aligned_zeros
+from quire.kernels.cpu.arrays import aligned
 
 # Signed or unsigned says which 16-bit float the bits are: see simd.py.
 KV_STORAGE: dict[str, np.dtype] = {
@@ -111,4 +111,4 @@ def write_blocks(cache: CPUKVCache, block_ids: np.ndarray, data: np.ndarray) -> 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     count = math.prod(shape)
-    return aligned_zeros(count * dtype.itemsize + OVERRUN).view(dtype)[:count].reshape(shape)
+    return aligned(count * dtype.itemsize + OVERRUN, np.zeros).view(dtype)[:count].reshape(shape)

@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import team
-from quire.kernels.cpu.arrays import Arena, Recorded, Recorder, Slabs
+from quire.kernels.cpu.arrays import Arena, Recorded, Recorder, Slabs, aligned
 from quire.kernels.cpu.jit import Op
 from quire.kernels.cpu.sizes import SCRATCH_BYTES
 
@@ -29,7 +29,6 @@ from quire.kernels.cpu.sizes import SCRATCH_BYTES
 SMALL_WORK = 32768
 
 SPINS = 600  # looks at a word before sleeping; each takes some 35 ns
-CACHE_LINE = 64
 PIECES = 8  # a thread's share is taken in about so many pieces
 
 Argument = Any  # an array (its address), an int, a float (its bits), or None (0)
@@ -43,13 +42,6 @@ def address_of(array: np.ndarray) -> int:
 def float_bits(value: float) -> int:
     """Return the bits of a float64 as an int64."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def aligned_zeros(size: int, alignment: int = CACHE_LINE) -> np.ndarray:
-    """Return `size` zero bytes that start at a multiple of `alignment`."""
-    room = np.zeros(size + alignment, np.uint8)
-    start = -address_of(room) % alignment
-    return room[start : start + size]
 
 
 class Program:
@@ -89,8 +81,8 @@ class Launcher:
         self.weights = Slabs()
         self.recorder: Recorder | None = None  # records the arithmetic of recorded arrays
         self._spins = spins
-        self._state = aligned_zeros(8 * (team.CLAIMS + team.LINE * self.num_threads)).view(np.int64)
-        self._scratch = aligned_zeros(SCRATCH_BYTES * self.num_threads)
+        self._state = aligned(8 * (team.CLAIMS + team.LINE * self.num_threads), np.zeros).view(np.int64)
+        self._scratch = aligned(SCRATCH_BYTES * self.num_threads, np.zeros)
         self._masks = _core_masks(self.num_threads)
         self._lock = threading.Lock()
         self._started = False

@@ -94,9 +94,9 @@ class Staging:
             flat[start : start + count].copy_(staged[place : place + count])
 
 
-def pieces(part: Tensor, item_bytes: int = 4) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) of the rows of a tensor, few enough at a time to fit a buffer at `item_bytes` an element."""
-    width = max(1, math.prod(part.shape[1:])) * item_bytes
+def pieces(part: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) of the rows of a tensor, few enough at a time to fit a buffer in float32."""
+    width = max(1, math.prod(part.shape[1:])) * 4
     step = max(1, PIECE_BYTES // width)
     for start in range(0, part.shape[0], step):
         yield start, min(start + step, part.shape[0])
@@ -104,7 +104,6 @@ def pieces(part: Tensor, item_bytes: int = 4) -> Iterator[tuple[int, int]]:
 
 INT4_GROUP = 64  # of weights that are quantized here
 DECODE_UNIT = 32  # inputs that rows of bytes and nibbles are padded to
-TABLE_ENTRIES = 16
 
 
 @dataclass(slots=True, eq=False)

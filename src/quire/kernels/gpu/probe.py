@@ -132,8 +132,8 @@ class _NVMLMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def gpu_memory(index: int = 0) -> DeviceMemory:
-    """Return the total memory of GPU `index`, as this process counts them, and the bytes in use.
+def gpu_memory() -> DeviceMemory:
+    """Return the total memory of the first GPU that this process may use, and the bytes in use.
 
     Where NVML does not answer, nothing counts as taken; once a model is loaded, PyTorch says it exactly. Where Triton's
     interpreter stands in for a GPU, its memory is the host's.
@@ -144,16 +144,15 @@ def gpu_memory(index: int = 0) -> DeviceMemory:
     if not missing_packages() and interpreted():
         return DeviceMemory(available_memory())
     gpus = find_gpus()
-    if len(gpus) <= index:
+    if not gpus:
         check_gpu()
-        raise ConfigError(f"device: there is no GPU {index}; {len(gpus)} can be used", param="device")
-    used = used_memory(index)
-    return DeviceMemory(gpus[index].total_memory, 0 if used is None else used)
+    used = used_memory()
+    return DeviceMemory(gpus[0].total_memory, 0 if used is None else used)
 
 
-def used_memory(index: int = 0) -> int | None:
-    """Return the bytes that all processes have taken of a GPU; None if NVML does not answer."""
-    uuid = _uuid(index)
+def used_memory() -> int | None:
+    """Return the bytes that all processes have taken of the first GPU; None if NVML does not answer."""
+    uuid = _uuid()
     if uuid is None:
         return None
     nvml = _library("libnvidia-ml.so.1")
@@ -171,11 +170,11 @@ def used_memory(index: int = 0) -> int | None:
         nvml.nvmlShutdown()
 
 
-def _uuid(index: int) -> str | None:
-    """Return a GPU's UUID as NVML spells it."""
+def _uuid() -> str | None:
+    """Return the UUID of the first GPU as NVML spells it."""
     cuda = _library("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * _UUID_BYTES)()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
     if cuda.cuDeviceGetUuid(ctypes.byref(raw), device):
         return None
