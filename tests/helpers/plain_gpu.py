@@ -29,7 +29,7 @@ class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
 
     def __init__(self, recorder: TapeRecorder | None = None, max_graph_tokens: int = 64) -> None:
         self._given = recorder
-        super().__init__("float32", "float32", "cpu", max_graph_tokens=max_graph_tokens)
+        super().__init__("float32", "float32", "cpu", max_cudagraph_capture_size=max_graph_tokens)
         self.asides = self.whole = 0
 
     def new_recorder(self) -> Any:

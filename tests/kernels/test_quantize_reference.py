@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.errors import ConfigError
 from quire.kernels.backend import AttentionParams
 from quire.kernels.create import create_backend
 from quire.kernels.reference import ReferenceBackend
@@ -55,9 +54,3 @@ def test_keys_and_values_are_rounded_head_by_head() -> None:
         x[:] = round_rows(torch.from_numpy(x)).numpy()
     exact = ReferenceBackend("float32", "float32")
     np.testing.assert_allclose(got, scene.attend(exact, scene.cache(exact), params, chunks), rtol=1e-5, atol=1e-5)
-
-
-def test_an_unknown_kind_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="'int2'; allowed: int8, int8-weight-only, int4") as caught:
-        create_backend("cpu", "float32", "float32", quantization="int2")
-    assert caught.value.param == "quantization"

@@ -14,7 +14,7 @@ from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.backend import Backend
-from quire.kernels.create import GPUOptions, create_backend
+from quire.kernels.create import create_backend
 from quire.kernels.memory import DeviceMemory, as_memory_error
 from quire.layers.lora import LoRASlots
 from quire.lora.store import AdapterStore
@@ -47,7 +47,9 @@ def new_backend(config: EngineConfig) -> Backend:
         model.quantization,
         device.simd_level,
         batch_invariant=device.batch_invariant,
-        gpu=GPUOptions(device.enforce_eager, device.max_cudagraph_capture_size, device.attention_backend),
+        enforce_eager=device.enforce_eager,
+        max_cudagraph_capture_size=device.max_cudagraph_capture_size,
+        attention_backend=device.attention_backend,
     )
 
 

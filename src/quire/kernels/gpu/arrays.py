@@ -24,7 +24,7 @@ class ArrayOps:
         device: where arrays are. act: see above. tuned_configs: those stored for the chip, see `tuned_configs.py`.
         num_sms: its multiprocessors. capability: its compute capability.
         batch_invariant: whether a row's bits must not depend on the batch it is in.
-        attention_backend, enforce_eager, max_graph_tokens: options of the same meaning in `DeviceConfig`.
+        attention_backend, enforce_eager, max_cudagraph_capture_size: options of `DeviceConfig`.
     """
 
     name = "cuda"
@@ -39,13 +39,13 @@ class ArrayOps:
         batch_invariant: bool = False,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
-        max_graph_tokens: int = 512,
+        max_cudagraph_capture_size: int = 512,
     ) -> None:
         self.dtype, self.kv_dtype, self.quantization = dtype, kv_dtype, quantization
         self.device = torch.device(device)
         self.act = TORCH_DTYPES[dtype]
         self.batch_invariant, self.attention_backend = batch_invariant, attention_backend
-        self.enforce_eager, self.max_graph_tokens = enforce_eager, max_graph_tokens
+        self.enforce_eager, self.max_cudagraph_capture_size = enforce_eager, max_cudagraph_capture_size
         self._pdl: tuple[TunedConfigs, bool] | None = None
         chip = "Triton's interpreter"
         self.num_sms, self.capability = 4, (9, 0)

@@ -380,7 +380,7 @@ class GraphOps(ArrayOps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder: Any = None if self.enforce_eager else self.new_recorder()
-        self._capture_sizes = CaptureSizes(self.max_graph_tokens)
+        self._capture_sizes = CaptureSizes(self.max_cudagraph_capture_size)
         self._recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
     def new_recorder(self) -> Any:
