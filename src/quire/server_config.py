@@ -68,7 +68,24 @@ class ServerConfig:
         None, "File with API keys and their limits, reloaded when it changes; see docs/limits.md.", metavar="FILE"
     )
     max_connections: int | None = option(
-        None, "Maximum number of connections; default: derived from the limit of open files.", low=1, high=2**20
+        None,
+        "Maximum number of connections; default: derived from the limit of open files. A few more may probe.",
+        low=1,
+        high=2**20,
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        "Maximum number of connections of one client address; default: three quarters of --max-connections. "
+        "X-Forwarded-For is not believed.",
+        low=1,
+        high=2**20,
+    )
+    max_receiving_bytes: int = option(
+        256 * 2**20,
+        "Maximum memory for request bodies that are being received, all together, such as 256MiB; then 503.",
+        low=1024,
+        size=True,
+        metavar="SIZE",
     )
     sse_keep_alive_interval: float = option(
         15.0,
@@ -207,6 +224,9 @@ class ServerConfig:
             ),
             f"uds: a path may have at most {LONGEST_SOCKET_PATH} bytes": (
                 self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET_PATH
+            ),
+            f"max_receiving_bytes must be at least max_body_bytes, {self.max_body_bytes}": (
+                self.max_receiving_bytes < self.max_body_bytes
             ),
             "ssl_ca_certs needs ssl_certfile": self.ssl_ca_certs is not None and self.ssl_certfile is None,
             "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other": (

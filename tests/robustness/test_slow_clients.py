@@ -27,7 +27,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if hard != resource.RLIM_INFINITY and hard < 8192:
         pytest.skip("needs 8192 open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
-    with serve(tmp_path_factory.mktemp("log") / "log", "--max-num-queued-reqs", "512") as server:
+    with serve(
+        tmp_path_factory.mktemp("log") / "log", "--max-num-queued-reqs", "512", "--max-connections-per-address", "8192"
+    ) as server:
         yield server
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -60,8 +60,6 @@ def test_wrong_keys(locked: LiveServer, key: bytes) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /v1/models HTTP/1.1\r\nHost: a/health?x=",
-        b"GET /v1/models HTTP/1.1\r\nHost: localhost/health?",
         b"GET //v1/models HTTP/1.1\r\nHost: x",
         b"GET /%76%31/models HTTP/1.1\r\nHost: x",
         b"GET /health/../v1/models HTTP/1.1\r\nHost: x",

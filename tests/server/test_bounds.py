@@ -32,20 +32,100 @@ from tests.server.sockets import (
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
 
 
-def test_connections_beyond_the_limit_are_told_so(make_server: MakeServer) -> None:
-    server = make_server(max_connections=3)
+def test_connections_beyond_the_limit_may_only_probe(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PROBE_SECONDS", 0.1)
+    server = make_server(max_connections=3, max_connections_per_address=100)
     held = [server.connect() for _ in range(3)]
     server.wait_until(lambda: len(server.connections) == 3)
-    with server.connect() as late:
-        answer = read_all(late)
-    check_cut_off(answer, 503, "engine_overloaded")
-    assert b"retry-after: 1\r\n" in answer
+    for data in (request_bytes(COMPLETIONS, BODY), b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", GET, b""):
+        answer = server.raw(data)
+        check_cut_off(answer, 503, "engine_overloaded")
+        assert b"retry-after: 1\r\n" in answer
+    for path in (b"/livez", b"/readyz", b"/health", b"/metrics"):
+        answer = server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        assert status_of(answer) == 200
+        assert b"connection: close\r\n" in answer
+    probing = [server.connect() for _ in range(http.PROBE_CONNECTIONS)]
+    server.wait_until(lambda: len(server.connections) == 3 + http.PROBE_CONNECTIONS)
+    check_cut_off(server.raw(b""), 503, "engine_overloaded")
+    for connection in probing:
+        connection.close()
     held[0].sendall(GET + CLOSE + b"\r\n")
     assert status_of(read_all(held[0])) == 200, "those within it are served"
     for connection in held:
         connection.close()
     server.wait_until(lambda: not server.connections)
     assert server.http.get("/health").status_code == 200
+
+
+def test_one_address_leaves_connections_to_others(make_server: MakeServer) -> None:
+    server = make_server(max_connections=8)
+    held = [server.connect() for _ in range(6)]
+    server.wait_until(lambda: len(server.connections) == 6)
+    check_cut_off(server.raw(b""), 503, "engine_overloaded")
+    with socket.create_connection(server.listener.getsockname(), 20, ("127.0.0.2", 0)) as other:
+        other.sendall(GET + CLOSE + b"\r\n")
+        assert status_of(read_all(other)) == 200
+    held.pop().close()
+    server.wait_until(lambda: len(server.connections) == 5)
+    assert status_of(server.raw(GET + CLOSE + b"\r\n")) == 200
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "counted_as"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::2:0:0:1", "2001:db8::/64"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_a_network_of_ipv6_is_one_address(address: str, counted_as: str) -> None:
+    assert http._address_of((address, 1)) == counted_as
+
+
+POST_JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def begin_body(server: LiveServer, limits: http.ConnectionLimits, sent: int) -> socket.socket:
+    """Return a connection on which the first bytes of a body have arrived."""
+    connection = server.connect()
+    before = {body for body, _ in server.do(lambda: list(limits._bodies.items()))}
+    connection.sendall(POST_JSON + b"Content-Length: 4096\r\n\r\n" + b" " * sent)
+    server.wait_until(lambda: any(body.size == sent for body in limits._bodies if body not in before))
+    return connection
+
+
+def limits_of(server: LiveServer) -> http.ConnectionLimits:
+    """Return the limits that the server's connections share."""
+    with server.connect():
+        server.wait_until(lambda: bool(server.connections))
+        return next(iter(server.connections)).limits
+
+
+def test_bodies_that_are_received_are_bounded_together(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(max_body_bytes=4096, max_receiving_bytes=10_000)
+    limits = limits_of(server)
+    slow = [begin_body(server, limits, 3000) for _ in range(3)]
+    answer = server.raw(POST_JSON + b"Content-Length: 4096\r\n\r\n" + b" " * 2000)
+    check_cut_off(answer, 503, "engine_overloaded")
+    assert b"retry-after: 1\r\n" in answer
+    assert server.http.post(COMPLETIONS, json=BODY).status_code == 200, "small ones still fit"
+    server.wait_until(lambda: limits.receiving_bytes == 9000)
+    monkeypatch.setattr(http, "SLOW_BODY_SECONDS", 0.0)  # those that take long make room
+    more = begin_body(server, limits, 1500)
+    check_cut_off(read_all(slow[0]), 408, "request_timeout")
+    more.sendall(b" " * (4096 - 1500))
+    assert b"invalid_json" in read_until(more, b"}}")
+    for connection in (*slow, more):
+        connection.close()
+    server.wait_until(lambda: idle(server) and limits.receiving_bytes == 0 and limits.num_connections <= 1)
 
 
 def test_the_limit_leaves_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +190,7 @@ def test_1500_half_open_connections_are_closed_and_disturb_nobody(
         pytest.skip("needs 4096 open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     monkeypatch.setattr(http, "HEAD_SECONDS", 1.0)
-    server = make_server(max_connections=1600)
+    server = make_server(max_connections=1600, max_connections_per_address=1600)
     connections = []
     try:
         for _ in range(1500):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.server import http, parsing
-from tests.helpers.live_server import LiveServer
+from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import COMPLETIONS
 from tests.server.sockets import (
     CANARY,
@@ -60,6 +61,13 @@ NO_HTTP = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": GET + b"Host: y\r\n\r\n",
+    "a host twice": GET + b"Host: x\r\n\r\n",
+    "a blank in a host": b"GET /health HTTP/1.1\r\nHost: x y\r\n\r\n",
+    "a path in a host": b"GET /v1/models HTTP/1.1\r\nHost: localhost/health?x=\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/0.9 by name": b"GET /health HTTP/0.9\r\nHost: x\r\n\r\n",
+    "a version to come": b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n",
     "length and chunks": POST + b"Content-Length: 2\r\n" + CHUNKED + b"0\r\n\r\n",
     "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
     "a chunk of size ZZ": POST + CHUNKED + b"ZZ\r\n{}\r\n0\r\n\r\n",
@@ -97,6 +105,10 @@ REFUSED = [
     ("100 KB URL", b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "url_too_long"),
     ("9 KB URL", b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "url_too_long"),
     ("a large body", POST + b"Content-Length: 4000000\r\n\r\n" + b" " * 4_000_000, 413, "request_too_large"),
+    ("a long trailer", POST + CHUNKED + b"0\r\nX: " + b"a" * (8 << 20), 400, "invalid_http"),
+    ("many trailers", POST + CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X: 1\r\n" * (1 << 20), 400, "invalid_http"),
+    ("a long chunk extension", POST + CHUNKED + b"2;x=" + b"a" * (8 << 20), 400, "invalid_http"),
+    ("chunk extensions", POST + CHUNKED + (b"1;x=" + b"a" * 999 + b"\r\n \r\n") * 9999, 400, "invalid_http"),
 ]
 
 
@@ -146,6 +158,65 @@ def test_a_body_in_chunks(server: LiveServer) -> None:
     answer = server.raw(POST + CLOSE + CHUNKED + b"2\r\n{}\r\n0\r\n\r\n")
     assert status_of(answer) == 400
     assert b"missing_required_parameter" in answer
+
+
+def chunked(body: bytes, size: int, trailer: bytes = b"") -> bytes:
+    """Return a body in chunks of so many bytes."""
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join([b"%x;e=1\r\n%b\r\n" % (len(part), part) for part in parts]) + b"0\r\n" + trailer + b"\r\n"
+
+
+def test_small_chunks_are_put_together(server: LiveServer, sung: str) -> None:
+    body = json.dumps({**CANARY, "stop": ["-" * 1000]}).encode()
+    answer = server.raw(POST + CLOSE + CHUNKED + chunked(body, 1))
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == sung
+
+
+def test_trailers_are_no_headers(make_server: MakeServer) -> None:
+    server = make_server(api_key=["secret"])
+    trailer = b"Authorization: Bearer secret\r\nX-Request-Id: mine\r\nConnection: keep-alive\r\n"
+    answer = server.raw(POST + CLOSE + CHUNKED + chunked(json.dumps(CANARY).encode(), 9, trailer))
+    assert status_of(answer) == 401
+    assert b"mine" not in answer
+    key = b"Authorization: Bearer secret\r\n"
+    answer = server.raw(POST + key + CLOSE + CHUNKED + chunked(json.dumps(CANARY).encode(), 9, trailer))
+    assert status_of(answer) == 200
+
+
+UPGRADES = {  # what Java's HttpClient and curl send, and browsers
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+    "websocket": b"Connection: keep-alive, upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: YQ==\r\n",
+}
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
+@pytest.mark.parametrize("step", [1, 100, 10_000])
+def test_upgrades_are_ignored(server: LiveServer, sung: str, upgrade: bytes, step: int) -> None:
+    body = json.dumps(CANARY).encode()
+    data = POST + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    data += POST + upgrade + CHUNKED + chunked(body, 50) + GET + upgrade + b"\r\n" + GET + CLOSE + b"\r\n"
+    with server.connect() as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), step):
+            connection.sendall(data[start : start + step])
+        answer = read_all(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * 4
+    assert [json.loads(text) for text in re.findall(rb'"text":("[^"]*")', answer)] == [sung] * 2
+
+
+def test_pipelined_requests_are_bounded(server: LiveServer) -> None:
+    requests = request_bytes(COMPLETIONS, CANARY) + (GET + b"\r\n") * 10_000
+    assert exchange(server, requests).count(b"HTTP/1.1 ") <= 1 + http.MAX_PIPELINED
+    server.wait_until(lambda: idle(server))
+
+
+def test_who_sends_a_large_body_before_reading_sees_why_it_is_refused(server: LiveServer) -> None:
+    size = 24 << 20
+    with server.connect() as connection:
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % size)
+        for _ in range(24):
+            connection.sendall(b" " * (1 << 20))
+        check_cut_off(read_all(connection), 413, "request_too_large")
 
 
 def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:

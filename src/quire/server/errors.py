@@ -30,8 +30,8 @@ from quire.server.paths import route_path
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
-DRAIN_SECONDS = 2.0
-DRAIN_BYTES = 8 * 2**20
+DRAIN_SECONDS = 30.0
+DRAIN_PAUSE_SECONDS = 2.0
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -165,7 +165,7 @@ class ClosingResponse(Response):
     """A response sent before the request's body was read.
 
     A connection closed with unread data is reset, and the client may never see the response. So the rest of the body is
-    read and dropped, for up to `DRAIN_SECONDS` and `DRAIN_BYTES`, before the response ends.
+    read and dropped before the response ends, for up to `DRAIN_SECONDS` and until `DRAIN_PAUSE_SECONDS` without data.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,17 +174,23 @@ class ClosingResponse(Response):
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                await _drop_body(receive)
+                await _drop_body(scope, receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _drop_body(receive: Receive) -> None:
-    left = DRAIN_BYTES
+async def _drop_body(scope: Scope, receive: Receive) -> None:
     more = True
-    while more and left > 0:
-        message: Message = await receive()
-        left -= len(message.get("body", b""))
+    while more:
+        async with asyncio.timeout(DRAIN_PAUSE_SECONDS):
+            message: Message = await receive()
+        release_body(scope)
         more = message["type"] == "http.request" and message.get("more_body", False)
+
+
+def release_body(scope: Scope) -> None:
+    """Note that a request's body is not in memory any more, for the bound on all bodies together (`http.py`)."""
+    if (body := scope["state"].get("received_body")) is not None:
+        body.release()
 
 
 class ErrorResponse(Response):

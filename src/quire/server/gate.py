@@ -26,6 +26,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_URL = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32768
+HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986, section 3.2.2, and a port
 
 
 class Gate:
@@ -131,12 +132,18 @@ class _Exchange:
 
 
 def _check_head(scope: Scope) -> None:
-    """Raise `HTTPProblem` for a URL or headers beyond any legitimate size."""
+    """Raise `HTTPProblem` for another version of HTTP, a bad host, a URL or headers beyond any legitimate size."""
+    version = scope["http_version"]
+    if version not in ("1.0", "1.1"):
+        raise HTTPProblem(400, f"HTTP/{version} is not supported, only 1.0 and 1.1", code="invalid_http", close=True)
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_URL:
         raise HTTPProblem(414, f"the URL is longer than {MAX_URL} bytes", code="url_too_long", close=True)
     headers = scope["headers"]
-    if scope["http_version"] == "1.1" and all(name != b"host" for name, _ in headers):
-        raise HTTPProblem(400, "the Host header is missing", code="invalid_http", close=True)
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise HTTPProblem(400, "there must be one Host header", code="invalid_http", close=True)
+    if hosts and not HOST.fullmatch(hosts[0]):
+        raise HTTPProblem(400, "the Host header is not a valid host", code="invalid_http", close=True)
     size = sum([len(name) + len(value) for name, value in headers])
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise HTTPProblem(

@@ -1,25 +1,29 @@
-"""Bounds on connections: their number, size and time of a head, and how long a response may stay unread.
+"""Bounds on connections: their number, what they send beside bodies, and how long a response may stay unread.
 
-Uvicorn's httptools parser has no such bounds: one client could hold any number of connections, or send a header of any
-length, without ever completing a request. The unsent part of a response is bounded by the transport, which pauses its
+Uvicorn's httptools parser has no such bounds: one client could hold any number of connections, or send a header, chunk
+extension or trailer of any length, without ever completing a request. Bodies are bounded here in their sum only; the
+bound of a single body is in `parsing.py`. The unsent part of a response is bounded by the transport, which pauses its
 writers from 64 KB on, and by the kernel's send buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import time
 import uuid
+from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
-from quire.server.paths import without_root
+from quire.server.paths import PROBES, without_root
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +34,15 @@ SEND_BUFFER = 2**17
 LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
+MAX_FRAMING_RATIO = 16  # bytes of chunk headers and extensions for each byte of a body, beyond `MAX_HEAD_BYTES`
+MAX_PIPELINED = 128  # requests of a connection that wait for the response to an earlier one
 MAX_URL_BYTES = 32768
 MAX_CONNECTIONS = 65536
 MIN_CONNECTIONS = 8
+PROBE_CONNECTIONS = 8  # beyond the limit of connections, for requests to `RESERVED_PATHS` only
+PROBE_SECONDS = 1.0  # for the head of such a request
+RESERVED_PATHS = PROBES | {"/metrics"}
+SLOW_BODY_SECONDS = 20.0  # from then on a body is cut off if others need its memory
 
 
 def default_connections() -> int:
@@ -77,22 +87,132 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
     return answer
 
 
+class ConnectionLimits:
+    """What the connections of a server may have together: their number, in all and by address, and bytes of bodies.
+
+    Args:
+        max_connections: a connection beyond it may only probe, and gets a 503 for anything else.
+        max_per_address: how many a client's address may have. One network of IPv6 (/64) counts as one address; the
+            peers of a Unix socket have none.
+        max_receiving_bytes: bytes of bodies that are being received or parsed.
+    """
+
+    def __init__(self, max_connections: int, max_per_address: int, max_receiving_bytes: int) -> None:
+        self.max_connections = max_connections
+        self.max_per_address = max_per_address
+        self.max_receiving_bytes = max_receiving_bytes
+        self.num_connections = 0
+        self.receiving_bytes = 0
+        self._by_address: Counter[str] = Counter()
+        self._bodies: dict[ReceivedBody, None] = {}  # in the order in which they began
+        self._last_warning = -LOG_SECONDS
+
+    def connect(self, address: str) -> tuple[bool, HTTPProblem | None]:
+        """Count a connection; return whether it may only probe, and the error if it may do nothing."""
+        self.num_connections += 1
+        self._by_address[address] += 1
+        if address and self._by_address[address] > self.max_per_address:
+            return False, self._refused(f"there are more than {self.max_per_address} connections from this address")
+        only_probes = self.num_connections > self.max_connections
+        if self.num_connections > self.max_connections + PROBE_CONNECTIONS:
+            return only_probes, self.too_many()
+        return only_probes, None
+
+    def disconnect(self, address: str) -> None:
+        """Count a connection no longer."""
+        self.num_connections -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    def too_many(self) -> HTTPProblem:
+        """Return the error of a connection beyond the limit."""
+        return self._refused("there are too many connections")
+
+    def _refused(self, message: str) -> HTTPProblem:
+        now = time.monotonic()
+        if now - self._last_warning >= LOG_SECONDS:
+            self._last_warning = now
+            logger.warning("%s; further ones are refused", message)
+        return HTTPProblem(503, message, code="engine_overloaded", headers=retry_headers(1.0))
+
+    def receive(self, body: ReceivedBody, size: int) -> HTTPProblem | None:
+        """Count `size` further bytes of a body; return the error if there is no room for them.
+
+        A body that has been coming for `SLOW_BODY_SECONDS` makes room for others.
+        """
+        self._bodies[body] = None
+        body.size += size
+        self.receiving_bytes += size
+        while self.receiving_bytes > self.max_receiving_bytes:
+            oldest = next(iter(self._bodies))
+            if oldest is body or time.monotonic() - oldest.began < SLOW_BODY_SECONDS:
+                return self._refused("the bodies that are being received are too large together")
+            oldest.cut_off()
+        return None
+
+    def release(self, body: ReceivedBody) -> None:
+        """Count a body no longer."""
+        if body in self._bodies:
+            del self._bodies[body]
+            self.receiving_bytes -= body.size
+            body.size = 0
+
+
+class ReceivedBody:
+    """The body of one request while its bytes are in memory: until it has been parsed, or the request ends."""
+
+    def __init__(self, protocol: BoundedHttpProtocol) -> None:
+        self._protocol = protocol
+        self.size = 0
+        self.began = time.monotonic()
+
+    def release(self) -> None:
+        """Note that the bytes are not needed any more."""
+        self._protocol.limits.release(self)
+
+    def cut_off(self) -> None:
+        """Refuse the rest, because others need the memory."""
+        self.release()
+        message = f"the body took longer than {SLOW_BODY_SECONDS:g} s, and others need its memory"
+        self._protocol.refuse(HTTPProblem(408, message, code="request_timeout"))
+
+
+def _address_of(client: tuple[str, int] | None) -> str:
+    """Return what a client's connections are counted by; empty for peers of a Unix socket."""
+    if client is None:
+        return ""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return client[0]
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`.
 
+    A request to upgrade the protocol is served as if it did not ask for that. Trailers are dropped.
+
     Args:
-        max_connections: a connection beyond it gets a 503 and is closed without a task.
-        root_path: the prefix that a proxy may leave before paths.
+        limits: those of all connections. root_path: the prefix that a proxy may leave before paths.
     """
 
-    last_complaint = -LOG_SECONDS  # of too many connections, by all of them
+    parser: httptools.HttpRequestParser
 
-    def __init__(self, *args: Any, max_connections: int | None = None, root_path: str = "", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, root_path: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._max_connections = max_connections
+        self.limits = limits
         self._root_path = root_path
+        self._only_probes = False
+        self._refused = False
         self._head_bytes = 0
         self._in_head = True
+        # Of the body of the request being received: its bytes; what else came since it began, and since its last byte.
+        self._body_bytes = self._framing_bytes = self._bytes_since_body = 0
+        self._body = ReceivedBody(self)
         self.url = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -101,16 +221,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock: a connection that sends nothing is closed too."""
         super().connection_made(transport)
-        if self._max_connections is not None and len(self.connections) > self._max_connections:
-            self._complain()
-            self._refuse(
-                HTTPProblem(503, "there are too many connections", code="engine_overloaded", headers=retry_headers(1.0))
-            )
+        self._only_probes, problem = self.limits.connect(_address_of(self.client))
+        if problem is not None:
+            self.refuse(problem)
             return
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+        self._start_head_timer()
+
+    def _start_head_timer(self) -> None:
+        seconds = PROBE_SECONDS if self._only_probes else HEAD_SECONDS
+        self._head_timer = self.loop.call_later(seconds, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
+        self.limits.disconnect(_address_of(self.client))
+        for body in (self._body, *(cycle.scope["state"]["received_body"] for cycle, _ in self.pipeline)):
+            body.release()
         self._stop_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -148,41 +273,111 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer = None
         self.transport.close()
 
-    def _complain(self) -> None:
-        now = time.monotonic()
-        if now - BoundedHttpProtocol.last_complaint >= LOG_SECONDS:
-            BoundedHttpProtocol.last_complaint = now
-            logger.warning("there are more than %d connections; new ones are refused", self._max_connections)
-
     def data_received(self, data: bytes) -> None:
-        """Count what belongs to a head, then parse."""
-        if self._in_head:
+        """Parse, and count what is no body."""
+        if self._refused:
+            return
+        in_head, body_bytes = self._in_head, self._body_bytes
+        if in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
-                self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            # The codes are those of heads that come in one piece and are refused by the gate.
-            status, code = (414, "url_too_long") if len(self.url) > MAX_URL_BYTES else (431, "headers_too_large")
-            self._refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code=code))
+                self._start_head_timer()
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
+        if self._in_head:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                # The codes are those of heads that come in one piece and are refused by the gate.
+                status, code = (414, "url_too_long") if len(self.url) > MAX_URL_BYTES else (431, "headers_too_large")
+                self.refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code=code))
+        elif not in_head:
+            received = self._body_bytes - body_bytes
+            self._framing_bytes += len(data) - received
+            self._bytes_since_body = 0 if received else self._bytes_since_body + len(data)
+            most = MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body_bytes
+            if self._framing_bytes > most or self._bytes_since_body > MAX_HEAD_BYTES:
+                message = f"the body has more than {MAX_HEAD_BYTES} bytes of chunk extensions or trailers"
+                self.refuse(HTTPProblem(400, message, code="invalid_http"))
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what arrived. Raises `HttpParserError`.
+
+        Where a request asks for an upgrade the parser skips the body and stops. Then a new one is given the same head
+        without that header, and what follows it.
+        """
+        rest = memoryview(data)
+        while rest and not self._refused:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                method, version = self.parser.get_method(), self.parser.get_http_version()
+                if method == b"CONNECT":  # has no other meaning
+                    raise httptools.HttpParserError("this is no proxy") from None
+                rest = rest[upgrade.args[0] :]
+                lines = [b"%s %s HTTP/%s" % (method, self.url, version.encode())]
+                lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
         """Begin a head."""
         super().on_message_begin()
         self._in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer, which comes after the app got the headers, is dropped."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of a body, if there is room for it."""
+        self._body_bytes += len(body)
+        if self._refused or self.cycle.response_complete:
+            return
+        problem = self.limits.receive(self._body, len(body))
+        if problem is None:
+            super().on_body(body)
+        else:
+            self._body.release()
+            self.refuse(problem)
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        served = _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await served(scope, receive, send)
+            finally:
+                scope["state"]["received_body"].release()
+
+        super()._start_asgi_task(cycle, serve)
 
     def on_headers_complete(self) -> None:
         """End a head: what follows is the body, which has limits of its own."""
+        if self.parser.should_upgrade() or self._refused:
+            return
         self._in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = self._framing_bytes = self._bytes_since_body = 0
         self._stop_timer()
+        if self._only_probes and self._path() not in RESERVED_PATHS:
+            self.refuse(self.limits.too_many())
+            return
+        self._body = self.scope["state"]["received_body"] = ReceivedBody(self)
         super().on_headers_complete()
+        if self._only_probes:
+            self.cycle.keep_alive = False
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.refuse(HTTPProblem(503, f"more than {MAX_PIPELINED} requests wait", code="engine_overloaded"))
 
     def on_message_complete(self) -> None:
         """Be ready for the next head."""
+        if self.parser.should_upgrade() or self._refused:
+            return
         super().on_message_complete()
         if self.cycle.response_complete:
             self.cycle.more_body = False
@@ -192,27 +387,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the same form as all other errors."""
         if len(self.url) > MAX_URL_BYTES:  # the parser itself cannot take such a URL apart
-            self._refuse(HTTPProblem(414, f"the URL is longer than {MAX_URL_BYTES} bytes", code="url_too_long"))
+            self.refuse(HTTPProblem(414, f"the URL is longer than {MAX_URL_BYTES} bytes", code="url_too_long"))
         else:
-            self._refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: any client could fill the log with it."""
+            self.refuse(HTTPProblem(400, "this is not a valid HTTP request", code="invalid_http"))
 
     def _on_late_head(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False  # the running response is finished first, then the connection closes
+        elif self._only_probes:
+            self.refuse(self.limits.too_many())
         elif self._head_bytes:
             problem = HTTPProblem(408, f"no complete request within {HEAD_SECONDS:g} s", code="request_timeout")
-            self._refuse(problem)
+            self.refuse(problem)
         else:
             self.transport.close()
 
-    def _refuse(self, problem: HTTPProblem) -> None:
-        """Answer and close; an answer that has begun is cut off, because a second one cannot be put into it."""
-        if self.transport.is_closing():
+    def refuse(self, problem: HTTPProblem) -> None:
+        """Answer and close; an answer that has begun is cut off, because a second one cannot be put into it.
+
+        What the client still sends is dropped for a while first: a connection closed with unread data is reset, and the
+        client may never see the answer.
+        """
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         cycle = self.cycle
         if cycle is not None and not cycle.response_started and not self.pipeline:
             # For the app the client has disconnected; nothing more is sent.
@@ -223,15 +422,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         status = status_of(problem)
         request_id = str(uuid.uuid4())
-        path = without_root(self.url.partition(b"?")[0].decode("latin-1"), self._root_path)
-        body = error_body(problem, path, request_id)
+        body = error_body(problem, self._path(), request_id)
         more = "".join([f"{name.lower()}: {value}\r\n" for name, value in problem.headers.items()])
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n{more}"
             f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        if self._in_head and not self._head_bytes:
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(LEFTOVER_SECONDS, self._on_leftover)
+
+    def _path(self) -> str:
+        return without_root(self.url.partition(b"?")[0].decode("latin-1"), self._root_path)
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

@@ -3,17 +3,20 @@
 CPython's C decoder holds the GIL: a body of some megabytes of brackets would block the whole server for seconds. A body
 with many delimiters is therefore decoded by a slower decoder in Python, in a thread, and only up to a bound on its
 number of values. Everything else, long strings included, is decoded at once. Large responses are likewise encoded in
-pieces, in a thread.
+pieces, in a thread. It is one thread for all: several would be no faster, since they share the GIL, but the event loop
+would wait for a time slice of each of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import json.decoder
 import json.scanner
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +25,7 @@ from starlette.responses import Response
 JSON = "application/json"
 THREAD_CHARS = 65536  # characters of a response from which on a thread encodes it
 FEW_DELIMITERS = 8192
-MAX_VALUES = 2**19  # texts, objects and lists of one body; numbers in lists of numbers are not counted
+MAX_VALUES = 2**17  # keys and values of one body; numbers in lists of numbers are not counted
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list
@@ -30,15 +33,21 @@ MIN_DEPTH = 1  # up to which there are few items, but large ones, such as choice
 NUMBERS = re.compile(r"[-+0-9.eE, \t\r\n]{0,65536}")
 
 T = TypeVar("T")
+ScanOnce = Callable[[str, int], tuple[Any, int]]  # reads the value of a text that begins at a place; its end
 
 
 class TooManyValuesError(Exception):
     """There are more than `MAX_VALUES`."""
 
 
+_json_thread = ThreadPoolExecutor(1, "quire-json")
+
+
 async def run_in_thread_if(large: Any, work: Callable[[], T]) -> T:
-    """Return `work()`, run in a thread if it is large, so that the event loop stays free meanwhile."""
-    return await asyncio.to_thread(work) if large else work()
+    """Return `work()`, which is Python code; if it is large it runs in the thread for such work."""
+    if not large:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_json_thread, contextvars.copy_context().run, work)
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -60,15 +69,6 @@ async def large_json_response(size: int, build: Callable[[], Any]) -> Response:
 def is_simple(body: bytes) -> bool:
     """Whether a body has so few delimiters that decoding it at once does not block the event loop for long."""
     return len(body) <= FEW_DELIMITERS or sum([body.count(mark) for mark in DELIMITERS]) <= FEW_DELIMITERS
-
-
-def check_strings(body: bytes) -> None:
-    """Raise `TooManyValuesError` for what has too many texts, without reading it.
-
-    A text begins and ends with a quote; quotes behind a backslash may or may not be within one.
-    """
-    if body.count(b'"') - body.count(b'\\"') > 4 * MAX_VALUES:
-        raise TooManyValuesError
 
 
 def decode_in_pieces(text: str, **hooks: Any) -> Any:
@@ -126,17 +126,22 @@ class _Decoder(json.JSONDecoder):
         self.parse_object = self._object
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
-    def _count(self, more: int) -> None:
-        self._num_values += 1 + more
-        if self._num_values > MAX_VALUES:
-            raise TooManyValuesError
+    def _counted(self, scan_once: ScanOnce) -> ScanOnce:
+        """Return the function that reads a value and counts it, before the object or list around it has been read."""
 
-    def _object(self, *arguments: Any) -> tuple[dict[str, Any], int]:
-        found: tuple[dict[str, Any], int] = json.decoder.JSONObject(*arguments)  # type: ignore[attr-defined]
-        self._count(len(found[0]))
-        return found
+        def scan(text: str, start: int) -> tuple[Any, int]:
+            self._num_values += 1
+            if self._num_values > MAX_VALUES:
+                raise TooManyValuesError
+            return scan_once(text, start)
 
-    def _array(self, place: tuple[str, int], scan_once: Callable[[str, int], tuple[Any, int]]) -> tuple[list[Any], int]:
+        return scan
+
+    def _object(self, place: tuple[str, int], strict: bool, scan_once: ScanOnce, *hooks: Any) -> tuple[Any, int]:
+        read = json.decoder.JSONObject  # type: ignore[attr-defined]
+        return read(place, strict, self._counted(scan_once), *hooks)  # type: ignore[no-any-return]
+
+    def _array(self, place: tuple[str, int], scan_once: ScanOnce) -> tuple[list[Any], int]:
         text, start = place
         end = start
         while (hit := NUMBERS.match(text, end)) is not None and hit.end() > end:
@@ -145,9 +150,7 @@ class _Decoder(json.JSONDecoder):
             numbers = self._numbers(text, start, end)
             if numbers is not None:
                 return numbers, end + 1
-        found: tuple[list[Any], int] = json.decoder.JSONArray(place, scan_once)  # type: ignore[attr-defined]
-        self._count(len(found[0]))
-        return found
+        return json.decoder.JSONArray(place, self._counted(scan_once))  # type: ignore[attr-defined, no-any-return]
 
     def _numbers(self, text: str, start: int, end: int) -> list[Any] | None:
         """Return the numbers of a list, piece by piece; None if they are none after all."""

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from quire.errors import AddressInUseError, ConfigError
-from quire.server.http import BoundedHttpProtocol, default_connections, tune_listener
+from quire.server.http import BoundedHttpProtocol, ConnectionLimits, default_connections, tune_listener
 from quire.server_config import LONGEST_SOCKET_PATH, ServerConfig
 
 BACKLOG = 2048
@@ -124,10 +124,12 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
 
 def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: float) -> uvicorn.Config:
     """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
-    limit = server.max_connections or default_connections()
+    most = server.max_connections or default_connections()
+    per_address = server.max_connections_per_address or max(1, most * 3 // 4)
+    limits = ConnectionLimits(most, per_address, server.max_receiving_bytes)
     options = uvicorn.Config(
         app,
-        http=functools.partial(BoundedHttpProtocol, max_connections=limit, root_path=server.path_prefix),  # type: ignore[arg-type]
+        http=functools.partial(BoundedHttpProtocol, limits=limits, root_path=server.path_prefix),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

@@ -27,11 +27,10 @@ from quire.checks import (
     wrong_value,
 )
 from quire.errors import RequestError, echo
-from quire.server.errors import HTTPProblem
+from quire.server.errors import HTTPProblem, release_body
 from quire.server.json_io import (
     MAX_VALUES,
     TooManyValuesError,
-    check_strings,
     decode_in_pieces,
     is_simple,
     run_in_thread_if,
@@ -118,8 +117,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8 (byte {error.start})") from None
     try:
-        if not simple:
-            check_strings(body)
         value = _decode(text, simple=simple)
     except TooManyValuesError:
         message = f"the body has more than {MAX_VALUES} values"
@@ -210,7 +207,10 @@ async def parse_request(request: Request, model: type[M]) -> M:
         return validate(model, data, ignore_unknown=server.ignore_unknown_fields)
 
     request.scope["state"]["large_body"] = not is_simple(body)
-    return await process_body(request, parse)
+    try:
+        return await process_body(request, parse)
+    finally:
+        release_body(request.scope)
 
 
 async def process_body(request: Request, work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import check_ids
 from quire.frontend.tools import requested_tools
 from quire.server.context import model_context
-from quire.server.json_io import json_response, large_json_response, run_in_thread_if
+from quire.server.json_io import json_response, large_json_response
 from quire.server.messages import check_messages
 from quire.server.parsing import parse_request, process_body
 from quire.server.protocol import DetokenizeRequest, TemplateRequest, TokenizeRequest, body_schema
@@ -82,7 +83,7 @@ async def detokenize(request: Request) -> Response:
         check_ids(tokens, llm.vocab_size, "tokens")
         return tokenizer.decode(tokens, skip_special_tokens=False)
 
-    text = await run_in_thread_if(len(tokens) > THREAD_SIZE, decode)
+    text = await asyncio.to_thread(decode) if len(tokens) > THREAD_SIZE else decode()
     return json_response({"prompt": text})
 
 
@@ -99,7 +100,7 @@ async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param:
     check_unicode(text, param)
     llm.processor.limit.check_chars(len(text), param)
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return await run_in_thread_if(len(text) > THREAD_SIZE, encode)
+    return await asyncio.to_thread(encode) if len(text) > THREAD_SIZE else encode()
 
 
 def with_special_tokens(llm: AsyncLLM, token_ids: list[int]) -> list[int]:
