@@ -12,8 +12,8 @@ first difference are confirmed: 1 to d + 1 tokens become final. The scheduler ro
 `num_computed_tokens` in the next plan; slots are written again.
 
 A step may be planned before the results of earlier ones are known; it then assumes that each of these makes as many
-tokens final as it can. If one does not, what later steps compute of that sequence is void: they return nothing for it.
-An executor that cannot do that says so by `PendingOutput.overlaps`.
+tokens final as it can. If one does not, what later steps compute of that sequence is discarded: they return nothing for
+it. An executor that cannot do that says so by `PendingOutput.overlaps`.
 """
 
 from __future__ import annotations

@@ -205,6 +205,7 @@ class Machine:
         start = sequence.num_computed_tokens + (hit.num_tokens if hit is not None else 0)
         before = kv.block_ids(sequence.sequence_id)
         num_moved = len(kv.transfers)
+        kv.free_out_of_windows((sequence,))
         needed, num_free = kv.num_blocks_needed((sequence,), num_new, hit), kv.pool.num_free
         allocation = kv.allocate_slots(sequence, num_new, hit)
         self.learn(sequence)
@@ -307,6 +308,7 @@ class Machine:
         """A token for each of some sequences at once takes exactly as many blocks as foretold, merging aside."""
         able = self.idle()
         chosen = self.rng.sample(able, k=self.rng.randint(0, len(able)))
+        self.kv.free_out_of_windows(chosen)
         needed = self.kv.num_blocks_needed(chosen, 1)
         num_free = self.kv.pool.num_free
         if not chosen or needed > num_free:

@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.engine_request import EngineRequest, LoRARequest
 from quire.executor.null import NullExecutor
 from quire.sampling_params import SamplingParams
-from quire.scheduler.admission import ADAPTER_PATIENCE_SECONDS
+from quire.scheduler.admission import ADAPTER_MAX_OVERTAKE_SECONDS
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler, create_scheduler
 
@@ -85,7 +85,7 @@ def test_a_stream_of_others_keeps_nobody_waiting_for_ever() -> None:
         world.add(f"one-{number}", 1)
         if "two" in world.step():
             break
-    assert ADAPTER_PATIENCE_SECONDS <= world.now < ADAPTER_PATIENCE_SECONDS + 2
+    assert ADAPTER_MAX_OVERTAKE_SECONDS <= world.now < ADAPTER_MAX_OVERTAKE_SECONDS + 2
 
 
 def test_a_request_of_higher_rank_takes_the_place_of_another_adapter() -> None:

@@ -7,7 +7,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.prefill_first import AllocStatus, PrefillFirstPlanner
+from quire.scheduler.admission import AllocStatus
+from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.scheduler import create_scheduler
 from quire.scheduler.unified import UnifiedPlanner
 from quire.step import KVCacheGroup

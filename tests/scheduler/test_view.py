@@ -11,7 +11,7 @@ from quire.sampling_params import BeamSearchParams
 from quire.scheduler.prefill_first import PrefillFirstPlanner
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.unified import UnifiedPlanner
-from quire.scheduler.view import describe, draw_picture
+from quire.scheduler.view import describe, describe_map, draw_picture
 
 
 def check(scheduler: Scheduler) -> dict[str, Any]:
@@ -106,3 +106,13 @@ def test_long_queues_are_counted_and_cut_off(run: Any, request_of: Any) -> None:
         {"sequence_id": "r1", "tokens_done": 0, "tokens_left": 3, "blocks": 0}
     ]
     assert describe(many.scheduler, limit=0)["blocks"] == []
+
+
+def test_a_deferred_request_is_shown_among_the_waiting_ones(run: Any, request_of: Any) -> None:
+    scheduler = run().scheduler
+    scheduler.requests.defer(request := request_of("deferred", 3))
+    assert list(scheduler.requests) == [request] and len(scheduler.requests) == 1
+    picture = describe(scheduler)
+    assert [each["request_id"] for each in picture["queues"]["waiting"]["requests"]] == ["deferred"]
+    assert picture["queues"]["waiting"]["num_requests"] == scheduler.stats().num_waiting == 1
+    assert describe_map(scheduler, cells=8)["queues"]["waiting"] == 1

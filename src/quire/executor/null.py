@@ -78,7 +78,7 @@ class NullExecutor(Executor):
         return CompletedOutput(output)
 
     def _verify(self, known: _Known, drafts: Sequence[int], sampled: list[int] | None) -> None:
-        """Append to `sampled` the tokens that drafts confirm, which all count as known so far; None for a void step."""
+        """Append to `sampled` the tokens that drafts confirm, all of which count as known so far; None: no token."""
         known.count -= len(drafts)
         for draft in drafts:
             if sampled is None or known.last != draft:

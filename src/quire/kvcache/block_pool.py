@@ -228,9 +228,9 @@ class BlockPool:
                 others = self._duplicates.get(block.block_hash, {})
                 if self._cached.get(block.block_hash) is not block and others.get(block.block_id) is not block:
                     raise QuireError(f"{block!r}: not to be found under its hash")
-        found = len(self._cached) + sum(len(others) for others in self._duplicates.values())
-        if found != registered or not all(self._duplicates.values()):
-            raise QuireError(f"hash map: {found} entries for {registered} blocks with content")
+        num_entries = len(self._cached) + sum(len(others) for others in self._duplicates.values())
+        if num_entries != registered or not all(self._duplicates.values()):
+            raise QuireError(f"hash map: {num_entries} entries for {registered} blocks with content")
 
 
 def _free_queue(blocks: Iterable[Block]) -> OrderedDict[int, Block]:

@@ -88,13 +88,13 @@ class LayerwiseBlocks:
         self._num_streamed += left
         return True
 
-    def make_resident(self, sequence_ids: Sequence[str], most: int, num_reserved: int) -> tuple[int, int]:
+    def make_resident(self, sequence_ids: Sequence[str], max_blocks: int, num_reserved: int) -> tuple[int, int]:
         """Replace layerwise blocks of some sequences by resident ones, the first of their tables first.
 
-        Blocks that they share stay shared. At most `most` blocks are copied, none that was copied in this step, and
+        Blocks that they share stay shared. At most `max_blocks` are copied, none that was copied in this step, and
         `num_reserved` resident blocks remain free. Returns how many layerwise blocks are left, and how many copied.
         """
-        room = min(most, self._pool.num_free - self._pool.num_free_layerwise - num_reserved)
+        room = min(max_blocks, self._pool.num_free - self._pool.num_free_layerwise - num_reserved)
         copies: dict[int, Block] = {}
         left: set[int] = set()
         for sequence_id, indices in [(each, self._find(each)) for each in sequence_ids]:
@@ -117,12 +117,12 @@ class LayerwiseBlocks:
             self._indices[sequence_id] = len(table), remaining
         return len(left), len(copies)
 
-    def offload(self, sequence_ids: Sequence[str], most: int) -> int:
+    def offload(self, sequence_ids: Sequence[str], max_blocks: int) -> int:
         """Replace unshared resident blocks of some sequences by layerwise ones, the last of their tables first.
 
-        At most `most`, and as many as are free; returns how many resident blocks that has freed.
+        At most `max_blocks`, and as many as are free; returns how many resident blocks that has freed.
         """
-        room = min(most, self._pool.num_free_layerwise)
+        room = min(max_blocks, self._pool.num_free_layerwise)
         count = 0
         for sequence_id in sequence_ids:
             indices = self._find(sequence_id)

@@ -156,9 +156,9 @@ class KVCacheManager:
         """Whether a sequence of `num_tokens` tokens fits when it has the pool to itself."""
         return self.num_blocks_for(num_tokens) <= self.pool.num_blocks
 
-    def longest_sequence(self, most: int) -> int:
-        """Return the most tokens, up to `most`, of a sequence that has the pool to itself."""
-        return max_fitting_length(most, self.can_ever_fit)
+    def longest_sequence(self, limit: int) -> int:
+        """Return the most tokens, up to `limit`, of a sequence that has the pool to itself."""
+        return max_fitting_length(limit, self.can_ever_fit)
 
     def block_ids(self, sequence_id: str) -> list[list[int]]:
         """Return the block tables of a sequence, one for each group of layers; empty ones if it has no blocks."""
@@ -180,7 +180,7 @@ class KVCacheManager:
         Blocks of `hit` do not count: whoever takes it does not need free ones for them now, and would need them then.
         """
         holders = Counter(block for s in sequences for block in _blocks(self.tables.get(s.sequence_id, [])))
-        kept = set() if hit is None else {found for table in hit.tables for found in table}
+        kept = set() if hit is None else {cached for table in hit.tables for cached in table}
         return sum(block.ref_count == count and block not in kept for block, count in holders.items())
 
     # ---- steps ----
@@ -230,18 +230,18 @@ class KVCacheManager:
 
         def lookup(group: int, index: int) -> CachedBlock | None:
             block_hash = self._block_hash(sequence, index, group)
-            found = self._lookup(block_hash)
-            if found is None:
+            cached = self._lookup(block_hash)
+            if cached is None:
                 for tier in self._async_tiers:
                     if block_hash in loading or tier.lookup(block_hash):
                         return TierHit(tier, block_hash)
-            return found
+            return cached
 
         tables = longest_hit(self.windows, self.block_size, limit, lookup)
         if len(tables[0]) > len(hit.tables[0]):
-            found = [each for table in tables for each in table if isinstance(each, TierHit)]
-            hit.loads = [each for each in found if each.block_hash not in loading]
-            hit.loading = len(hit.loads) < len(found)
+            tier_hits = [cached for table in tables for cached in table if isinstance(cached, TierHit)]
+            hit.loads = [each for each in tier_hits if each.block_hash not in loading]
+            hit.loading = len(hit.loads) < len(tier_hits)
 
     def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
         """Extend `hit` into a block whose first tokens continue the sequence."""
@@ -292,9 +292,10 @@ class KVCacheManager:
         """Give `sequence` slots for its next `num_new_tokens` tokens.
 
         `hit`, fresh from `find_prefix`, comes first, for a sequence that holds no blocks yet; its blocks are among
-        those returned. A shared block that is about to be written is copied, and replaced in the table. Returns None,
-        with nothing allocated, if fewer blocks are free than `num_blocks_needed`.
+        those returned. A shared block that is about to be written is copied, and replaced in the table; what windows
+        have passed is freed. Returns None, with nothing allocated, if fewer blocks are free than `num_blocks_needed`.
         """
+        self.free_out_of_windows((sequence,))
         if self.num_blocks_needed((sequence,), num_new_tokens, hit) > self.pool.num_free:
             return None
         size = self.block_size
@@ -319,6 +320,24 @@ class KVCacheManager:
         self._register(sequence, tables, start, end)
         return (new_block_ids if any(new_block_ids) else (), replaced)
 
+    def free_out_of_windows(self, sequences: Iterable[CachedSequence]) -> None:
+        """Free the blocks of these sequences that their windows have passed; `num_blocks_needed` counts on that."""
+        if self._has_single_table:
+            return
+        for sequence in sequences:
+            # A query may come back to a tentative token, but not to one before.
+            position = min(sequence.num_computed_tokens, len(sequence.token_ids))
+            for table, window in zip(self.tables.get(sequence.sequence_id, ()), self.windows, strict=False):
+                if window is None:
+                    continue
+                first = min(first_block_in_window(position, window, self.block_size), len(table))
+                for index in range(first - 1, -1, -1):
+                    block = table[index]
+                    if block is NULL_BLOCK:
+                        break
+                    table[index] = NULL_BLOCK
+                    self._free((block,))
+
     def num_blocks_needed(
         self,
         sequences: Iterable[CachedSequence],
@@ -333,8 +352,6 @@ class KVCacheManager:
         sequences that share a block all but one get a copy, or all if another sequence has it as well. With a `hit`
         they are also those of its blocks that are free, and new ones to load the others into.
 
-        What is out of windows is freed before.
-
         Args:
             num_new_tokens: most tokens that each sequence computes.
             hit: what the caches hold of a single sequence, which has no blocks.
@@ -345,9 +362,6 @@ class KVCacheManager:
         for sequence in sequences:
             start = sequence.num_computed_tokens
             tables = (self.swapped_tables if swapped else self.tables).get(sequence.sequence_id)
-            if tables is not None and not (swapped or self._has_single_table):
-                # A query may come back to a tentative token, but not to one before.
-                self._free_out_of_window(tables, min(start, len(sequence.token_ids)))
             if hit is not None:
                 start += hit.num_tokens
                 count += hit.num_blocks_needed()
@@ -394,18 +408,18 @@ class KVCacheManager:
         """Append the blocks of `hit`, if any, and new ones up to token `end`; return the ids appended."""
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
-            for found in (found for table in hit.tables for found in table):
-                if isinstance(found, HostHit):
-                    self.host.pin(found.block_hash)
-                elif isinstance(found, Block) and found is not NULL_BLOCK:
-                    self.pool.touch((found,))
+            for cached in (cached for table in hit.tables for cached in table):
+                if isinstance(cached, HostHit):
+                    self.host.pin(cached.block_hash)
+                elif isinstance(cached, Block) and cached is not NULL_BLOCK:
+                    self.pool.touch((cached,))
         appended = []
         for group, table in enumerate(tables):
             first = len(table)
             if hit is not None:
                 copies = self._copy_partial(hit)
-                for found in hit.tables[group]:
-                    block = self._load(found) if isinstance(found, HostHit) else found
+                for cached in hit.tables[group]:
+                    block = self._load(cached) if isinstance(cached, HostHit) else cached
                     assert isinstance(block, Block)
                     table.append(block)
                 table += copies
@@ -428,10 +442,10 @@ class KVCacheManager:
             self.transfers.append(BlockTransfer(_COPY, _DEVICE, hit.partial.block_id, copy.block_id))
         return [copy]
 
-    def _load(self, found: HostHit) -> Block:
+    def _load(self, hit: HostHit) -> Block:
         """Return a new device block with the content of a pinned host block, registered like it."""
         (block,) = self.pool.get_new_blocks(1)
-        header = self.host.load(found.block_hash, block)
+        header = self.host.load(hit.block_hash, block)
         self.pool.register(block, header.block_hash, header.parent_hash, header.token_ids, self._step)
         return block
 
@@ -463,20 +477,6 @@ class KVCacheManager:
                     above = hash_of_group(parent, group) if index else parent
                     self.pool.register(block, hash_of_group(block_hash, group), above, token_ids, self._step)
             parent = block_hash
-
-    def _free_out_of_window(self, tables: BlockTables, position: int) -> None:
-        """Free blocks that no query from `position` on sees."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
-            table = tables[group]
-            first = min(first_block_in_window(position, window, self.block_size), len(table))
-            for index in range(first - 1, -1, -1):
-                block = table[index]
-                if block is NULL_BLOCK:
-                    break
-                table[index] = NULL_BLOCK
-                self._free((block,))
 
     # ---- forks, swaps, ends ----
 
@@ -629,8 +629,8 @@ class KVCacheManager:
 
         The device blocks of `hit` are not evicted for that: what is loaded would be of no use without them.
         """
-        found = (block for table in hit.tables for block in table)
-        kept = [block for block in found if isinstance(block, Block) and block is not NULL_BLOCK]
+        cached_blocks = (cached for table in hit.tables for cached in table)
+        kept = [block for block in cached_blocks if isinstance(block, Block) and block is not NULL_BLOCK]
         self.pool.touch(kept)
         started = self.loads.start(hit.loads, num_reserved_blocks)
         self.pool.free(reversed(kept))
@@ -735,9 +735,9 @@ def max_blocks(num_tokens: int, windows: Iterable[int | None], block_size: int, 
     return count
 
 
-def max_fitting_length(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest length up to `most` that `fits`; whatever is shorter than one that does fits, too."""
-    low, high = 0, most
+def max_fitting_length(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest length up to `limit` that `fits`; whatever is shorter than one that does fits, too."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -45,8 +45,8 @@ class PrefixHit:
         """Return how many free blocks the hit takes: its own that no sequence uses, new ones to load the rest into."""
         count = 0
         for table in self.tables:
-            for found in table:
-                count += not isinstance(found, Block) or (found.ref_count == 0 and found is not NULL_BLOCK)
+            for cached in table:
+                count += not isinstance(cached, Block) or (cached.ref_count == 0 and cached is not NULL_BLOCK)
         return count
 
     def count_tokens(self, block_size: int, loaded: Container[bytes]) -> tuple[int, int]:
@@ -55,8 +55,8 @@ class PrefixHit:
         Args:
             loaded: hashes of the blocks that were loaded from asynchronous tiers for this sequence.
         """
-        num_host_blocks = sum(isinstance(found, HostHit) for found in self.tables[0])
-        num_loaded = sum(isinstance(found, Block) and found.block_hash in loaded for found in self.tables[0])
+        num_host_blocks = sum(isinstance(cached, HostHit) for cached in self.tables[0])
+        num_loaded = sum(isinstance(cached, Block) and cached.block_hash in loaded for cached in self.tables[0])
         return num_host_blocks * block_size, num_loaded * block_size
 
 
@@ -74,11 +74,11 @@ def longest_hit(
     for group, window in enumerate(windows):
         if window is None:
             for index in range(limit):
-                found = find(group, index)
-                if found is None:
+                cached = find(group, index)
+                if cached is None:
                     limit = index
                     break
-                columns[group].append(found)
+                columns[group].append(cached)
     runs: dict[int, list[int]] = {}  # for each windowed group: how many blocks in a row end at each index
     for group, window in enumerate(windows):
         if window is not None:
@@ -135,7 +135,7 @@ class PrefixTree:
         """
         if not token_ids:
             return None, 0
-        best, most = None, 0
+        best, best_length = None, 0
         siblings = self._children.get((parent_hash, token_ids[0]))
         if siblings is None:
             return None, 0
@@ -143,11 +143,11 @@ class PrefixTree:
             if number == MAX_CHILDREN:
                 break
             # Most children diverge no later than the best so far, which takes one comparison to see.
-            if block.step < before_step and block.token_ids[: most + 1] == token_ids[: most + 1]:
+            if block.step < before_step and block.token_ids[: best_length + 1] == token_ids[: best_length + 1]:
                 length = common_length(block.token_ids, token_ids)
-                if length > most:
-                    best, most = block, length
-        return best, most
+                if length > best_length:
+                    best, best_length = block, length
+        return best, best_length
 
 
 def common_length(left: list[int], right: list[int]) -> int:

@@ -70,7 +70,7 @@ def _waste(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[str, Any
     """
     uses = _uses(kv.tables, num_computed, range(kv.pool.num_blocks), kv.block_size)
     reserved, filled = len(uses) * kv.block_size, sum(use.num_tokens for use in uses.values())
-    most = max(
+    max_wasted = max(
         (
             len(table) * kv.block_size - num_computed.get(name, 0)
             for name, tables in kv.tables.items()
@@ -82,7 +82,7 @@ def _waste(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[str, Any
         "reserved_slots": reserved,
         "filled_slots": filled,
         "wasted_slots": reserved - filled,
-        "most_in_a_table": max(most, 0),
+        "most_in_a_table": max(max_wasted, 0),
     }
 
 

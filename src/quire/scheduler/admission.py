@@ -1,73 +1,41 @@
 """`Admission`: schedules tokens of sequences, and admits, preempts and resumes requests.
 
 The planners (`unified`, `prefill_first`) decide which request is next and how many of its tokens a step computes.
-`Admission` then allocates the blocks, moves the request between the queues and writes it into the plan. It has no state
-but the limits.
+`Admission` then allocates the blocks, moves the request between the queues and writes it into the step. It has no state
+but the limits, and when nothing that waits fitted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from enum import IntEnum
 
 from quire.errors import ErrorData
 from quire.kvcache.manager import UNCHANGED, KVCacheManager
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.in_flight import InFlight
+from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.live import LiveRequests
 from quire.scheduler.policy import Policy
 from quire.scheduler.request import Request, RequestStatus, Sequence
-from quire.step import BlockTransfer, ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput, SchedulerStats
+from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerStats
 
 WINDOW = 32  # most waiting requests considered in a step; bounds its cost
 ADAPTER_WINDOWS = 8  # the window is so many times larger with LoRA, where some wait for a slot for their adapter
-ADAPTER_PATIENCE_SECONDS = 5.0  # how long a request that waits for a slot for its adapter may be overtaken
+ADAPTER_MAX_OVERTAKE_SECONDS = 5.0  # how long a request that waits for a slot for its adapter may be overtaken
 
 
-class PlanBuilder:
-    """A `SchedulerOutput` in the making.
+class AllocStatus(IntEnum):
+    """What became of a waiting request that was tried, or whether there are blocks for it.
 
-    Attributes:
-        budget: tokens that may still be scheduled.
-        in_flight: the steps before this one whose results are not known.
-        scheduled: the sequences it computes, see `ScheduledStep`.
-        computes_prompts: whether it computes nothing but prompts (`PrefillFirstPlanner`).
-        num_promised_blocks: blocks that prompts of which a part is scheduled will need for the rest.
-        out_of_blocks: whether running requests were preempted for lack of blocks.
-        preempted_request_ids: the requests that were preempted in this step; they are not resumed in it.
-        shares: how many tokens each prompt may compute (`UnifiedPlanner`), by sequence id; None before it is computed.
+    OK: it runs, or fits now. LATER: it fits after others have ended. NEVER: it was ended, since it never fits, or would
+    be. LOADING: blocks that it needs are being loaded.
     """
 
-    def __init__(self, budget: int, in_flight: InFlight) -> None:
-        self.budget = self._max_tokens = budget
-        self.in_flight = in_flight
-        self.num_promised_blocks = 0
-        self.out_of_blocks = self.computes_prompts = False
-        self.new_sequences: list[NewSequenceData] = []
-        self.continuing: list[ContinuingSequenceData] = []
-        self.num_scheduled: dict[str, int] = {}
-        self.scheduled: list[tuple[Sequence, int]] = []
-        self.forked_sequences: list[tuple[Sequence, int]] = []
-        self.preempted_request_ids: set[str] = set()
-        self.shares: dict[str, int] | None = None
-        self.preempted_sequence_ids: list[str] = []
-
-    def finish(
-        self, finished_ids: list[str], forks: list[ForkData], transfers: list[BlockTransfer], *, waits_for_loads: bool
-    ) -> SchedulerOutput:
-        """Return the plan for the worker, which waits for loads only if there is nothing to compute."""
-        self.scheduled += self.forked_sequences
-        return SchedulerOutput(
-            new_sequences=self.new_sequences,
-            continuing=self.continuing,
-            num_scheduled_tokens=self.num_scheduled,
-            total_num_scheduled_tokens=self._max_tokens - self.budget,
-            finished_sequence_ids=finished_ids,
-            preempted_sequence_ids=self.preempted_sequence_ids,
-            forks=forks,
-            transfers=transfers,
-            wait_for_loads=waits_for_loads and not self.num_scheduled,
-        )
+    OK = 0
+    LATER = 1
+    NEVER = 2
+    LOADING = 3
 
 
 class Admission:
@@ -88,6 +56,8 @@ class Admission:
     Attributes:
         requests: the live requests. stats: counters, which the scheduler owns.
         max_tokens_per_sequence: most tokens one sequence may take of a step's budget.
+        swaps_prompts: whether requests are swapped that have not computed all tokens they know; else these are
+            recomputed.
     """
 
     def __init__(
@@ -119,6 +89,8 @@ class Admission:
         self.max_loras = max_loras
         self.requests = LiveRequests(kv, self.policy, clock)
         self.stats = SchedulerStats()
+        self.swaps_prompts = True
+        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
 
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
@@ -136,11 +108,11 @@ class Admission:
                 f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens, which hold {self.length_limit - 1} "
                 f"tokens; --num-gpu-blocks-override {needed} would be enough"
             )
-        most = min(self.max_num_seqs, self.max_num_batched_tokens)
-        if request.num_sequences > most:
+        limit = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if request.num_sequences > limit:
             return (
                 f"the request has {request.num_sequences} sequences side by side, but max_num_seqs is "
-                f"{self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}, so that {most} would "
+                f"{self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}, so that {limit} would "
                 f"fit; --max-num-seqs {max(self.max_num_seqs, request.num_sequences)} --max-num-batched-tokens "
                 f"{max(self.max_num_batched_tokens, request.num_sequences)} would be enough"
             )
@@ -149,7 +121,7 @@ class Admission:
     # ---- tokens ----
 
     def schedule_tokens(
-        self, sequence: Sequence, num_new: int, plan: PlanBuilder, hit: PrefixHit | None = None
+        self, sequence: Sequence, num_new: int, step: ScheduledStep, hit: PrefixHit | None = None
     ) -> bool:
         """Schedule the next `num_new` tokens of `sequence`, after those of `hit`; return False if blocks are lacking.
 
@@ -160,7 +132,7 @@ class Admission:
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
         if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
             if hit is None and not self.kv.has_blocks(sequence):
-                return self.start(sequence, num_new, plan) > 0
+                return self.start(sequence, num_new, step) > 0
             if drafts:
                 sequence.drop_drafts(max(num_new - (sequence.num_uncomputed_tokens - len(drafts)), 0))
                 drafts = sequence.draft_token_ids
@@ -172,16 +144,16 @@ class Admission:
                 start += hit.num_tokens
         if sequence.on_worker:
             new_block_ids, replaced_blocks = allocation
-            plan.continuing.append(
+            step.continuing.append(
                 ContinuingSequenceData(
                     sequence_id, new_block_ids, start, replaced_blocks, sequence.unsent_token_ids, drafts
                 )
             )
             sequence.unsent_token_ids = ()
         else:
-            plan.new_sequences.append(self._describe(sequence, start))
-        plan.num_scheduled[sequence_id] = num_new
-        plan.budget -= num_new
+            step.new_sequences.append(self._describe(sequence, start))
+        step.num_scheduled[sequence_id] = num_new
+        step.budget -= num_new
         sequence.num_computed_tokens = end = start + num_new
         max_sampled = 0
         if end == len(sequence.token_ids) + sequence.num_tentative_tokens:
@@ -193,17 +165,17 @@ class Admission:
                 if end + 1 < request.max_total_tokens:
                     sequence.num_tentative_tokens += 1
                 if not request.is_forked:
-                    self._fork_samples(sequence, plan)
-        plan.scheduled.append((sequence, max_sampled))
+                    self._fork_samples(sequence, step)
+        step.scheduled.append((sequence, max_sampled))
         return True
 
-    def start(self, sequence: Sequence, most: int, plan: PlanBuilder, hit: PrefixHit | None = None) -> bool:
-        """Schedule a sequence without blocks: its cached prefix, and up to `most` tokens to compute.
+    def start(self, sequence: Sequence, max_new_tokens: int, step: ScheduledStep, hit: PrefixHit | None = None) -> bool:
+        """Schedule a sequence without blocks: its cached prefix, and up to `max_new_tokens` tokens to compute.
 
         Returns False if blocks are lacking. `hit` is what `find_prefix` has just returned, if it was called already.
         """
         hit = hit or self.kv.find_prefix(sequence)
-        if not self.schedule_tokens(sequence, min(sequence.num_tokens - hit.num_tokens, most), plan, hit):
+        if not self.schedule_tokens(sequence, min(sequence.num_tokens - hit.num_tokens, max_new_tokens), step, hit):
             return False
         request, stats = sequence.request, self.stats
         if request.num_cached_tokens is None:
@@ -216,27 +188,27 @@ class Admission:
             stats.disk_cache_hits += request.num_disk_tokens
         return True
 
-    def num_blocks_to_compute(self, sequence: Sequence, most: int, hit: PrefixHit | None = None) -> int:
-        """Return how many free blocks the known tokens of `sequence` need, of which a step computes `most` at most.
+    def num_blocks_to_compute(self, sequence: Sequence, max_new_tokens: int, hit: PrefixHit | None = None) -> int:
+        """Return how many free blocks the known tokens of `sequence` need; a step computes `max_new_tokens` at most.
 
         Those of `hit`, which is for a sequence without blocks, are not computed.
         """
         start = sequence.num_computed_tokens if hit is None else hit.num_tokens
-        end = min(start + most, sequence.num_tokens)
-        return self.kv.num_blocks_needed((sequence,), most, hit) + self.num_blocks_after(sequence, end)
+        end = min(start + max_new_tokens, sequence.num_tokens)
+        return self.kv.num_blocks_needed((sequence,), max_new_tokens, hit) + self.num_blocks_after(sequence, end)
 
-    def num_blocks_to_admit(self, request: Request, most: int, hit: PrefixHit | None = None) -> int:
+    def num_blocks_to_admit(self, request: Request, max_new_tokens: int, hit: PrefixHit | None = None) -> int:
         """Return how many free blocks a waiting request needs for its known tokens, and to begin its other sequences.
 
         Args:
-            most: most tokens that its first step computes.
+            max_new_tokens: most tokens that its first step computes.
             hit: what the caches hold of its first sequence, if that was looked up already.
         """
         if request.status is RequestStatus.SWAPPED:
             return self.kv.num_blocks_to_swap_in(request.sequences)
         hit = hit or self.kv.find_prefix(request.sequences[0])
         num_others = (request.num_sequences - 1) * len(self.kv.windows)
-        return self.num_blocks_to_compute(request.sequences[0], most, hit) + num_others
+        return self.num_blocks_to_compute(request.sequences[0], max_new_tokens, hit) + num_others
 
     def num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks the known tokens of `sequence` need beyond those for its first `num_tokens`."""
@@ -256,7 +228,7 @@ class Admission:
             sampler_state=sequence.sampler_state,
         )
 
-    def _fork_samples(self, parent: Sequence, plan: PlanBuilder) -> None:
+    def _fork_samples(self, parent: Sequence, step: ScheduledStep) -> None:
         """The prompt ends in this step: the other samples begin, sharing its blocks, and draw their first tokens."""
         request = parent.request
         request.is_forked = True
@@ -268,32 +240,32 @@ class Admission:
                 continue
             child = self.requests.fork(parent, sequence_id, seed, samples=True)
             request.sequences.append(child)
-            plan.forked_sequences.append((child, 1))
+            step.forked_sequences.append((child, 1))
 
     # ---- requests ----
 
     def first_waiting(self, count: int) -> list[Request]:
         """Return the first `count` waiting requests, without those for whose LoRA adapter no slot is free.
 
-        Others overtake these for `ADAPTER_PATIENCE_SECONDS` at most: else a stream of requests for the adapters in use
-        would keep them waiting for ever.
+        Others overtake these for `ADAPTER_MAX_OVERTAKE_SECONDS` at most: else a stream of requests for the adapters in
+        use would keep them waiting for ever.
         """
         waiting = self.requests.waiting
         if not self.max_loras:
             return waiting.first(count)
         adapters = _adapters(self.requests.running)
-        found: list[Request] = []
+        requests: list[Request] = []
         for request in waiting.first(count * ADAPTER_WINDOWS):
-            if len(found) == count:
+            if len(requests) == count:
                 break
             if request.engine_request.lora is not None and request.engine_request.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
-                    if self.block(request) >= ADAPTER_PATIENCE_SECONDS:
+                    if self.block(request) >= ADAPTER_MAX_OVERTAKE_SECONDS:
                         break
                     continue
                 adapters.add(request.engine_request.lora_int_id)
-            found.append(request)
-        return found
+            requests.append(request)
+        return requests
 
     def block(self, request: Request) -> float:
         """Note that a waiting request does not fit, or was overtaken; return the seconds since that first happened."""
@@ -316,6 +288,15 @@ class Admission:
         """Return a value that changes whenever a waiting request that lacked blocks or slots may fit."""
         return self.kv.pool.num_freed, self.requests.waiting.num_changes, self.requests.num_reserved_slots
 
+    def note_nothing_fits(self) -> None:
+        """Note that no waiting request fits, until `capacity_version` changes."""
+        self._blocked = self.capacity_version()
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether it was noted that no waiting request fits, and nothing has changed since."""
+        return self._blocked == self.capacity_version()
+
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
         num_allocated = self.kv.num_allocated_blocks(request.sequences)
@@ -324,22 +305,21 @@ class Admission:
             and num_allocated + self.kv.pool.num_free == self.kv.pool.num_blocks
         )
 
-    def may_resume(self, request: Request, plan: PlanBuilder) -> bool:
+    def may_resume(self, request: Request, step: ScheduledStep) -> bool:
         """Whether a waiting request may run in this step; not one that was preempted in it, or while in flight."""
-        if request.request_id in plan.preempted_request_ids:
+        if request.request_id in step.preempted_request_ids:
             return False
-        return not request.num_preemptions or not any(sequence in plan.in_flight for sequence in request.sequences)
+        return not request.num_preemptions or not any(sequence in step.in_flight for sequence in request.sequences)
 
-    def ensure_blocks(
-        self, request: Request, sequences: Collection[Sequence], preempt_last: Callable[[], bool]
-    ) -> bool:
+    def ensure_blocks(self, request: Request, sequences: Collection[Sequence], step: ScheduledStep) -> bool:
         """Make room for a token of each of these sequences of `request`; return False if it was preempted or ended.
 
         They advance together or not at all, so blocks are counted before the first of them is scheduled. A request that
-        has the pool to itself and still lacks blocks is ended; otherwise `preempt_last` preempts the last running
-        request, and returns whether that was another one. Drafts are dropped where they would take blocks of siblings.
+        has the pool to itself and still lacks blocks is ended; otherwise the last running requests are preempted.
+        Drafts are dropped where they would take blocks of siblings.
         """
         kv = self.kv
+        kv.free_out_of_windows(sequences)
         needed = len(sequences) * len(kv.windows)  # the most it can be
         while kv.pool.num_free < needed:
             needed = kv.num_blocks_needed(sequences, 1)
@@ -348,7 +328,7 @@ class Admission:
             if self.is_alone(request):
                 self.finish_infeasible(request, needed)
                 return False
-            if not preempt_last():
+            if not self.preempt_last(request, step):
                 return False
         num_drafts = max([len(sequence.draft_token_ids) for sequence in sequences])
         if num_drafts and kv.num_blocks_needed(sequences, 1 + num_drafts) > kv.pool.num_free:
@@ -356,9 +336,16 @@ class Admission:
                 sequence.drop_drafts()
         return True
 
-    def preempt(self, request: Request, plan: PlanBuilder, *, may_swap: bool = True) -> None:
-        """Free or swap out the blocks of a running request that is not in the plan, and put it back into the queue."""
-        if may_swap and self._prefers_swap(request) and self.kv.swap_out(request.sequences):
+    def preempt_last(self, request: Request, step: ScheduledStep) -> bool:
+        """Preempt the last running request for lack of blocks; return whether it was another than `request`."""
+        victim = self.requests.running[-1]
+        step.out_of_blocks = True
+        self.preempt(victim, step)
+        return victim is not request
+
+    def preempt(self, request: Request, step: ScheduledStep) -> None:
+        """Free or swap out the blocks of a running request that is not in the step, and put it back into the queue."""
+        if self._prefers_swap(request) and self.kv.swap_out(request.sequences):
             status = RequestStatus.SWAPPED
             self.stats.num_swapped_out += 1
         else:
@@ -369,8 +356,8 @@ class Admission:
                 sequence.candidates = None
         for sequence in request.sequences:
             sequence.drop_drafts()
-        plan.preempted_sequence_ids += self.requests.preempt(request, status)
-        plan.preempted_request_ids.add(request.request_id)
+        step.preempted_sequence_ids += self.requests.preempt(request, status)
+        step.preempted_request_ids.add(request.request_id)
         request.num_expected_tokens = None
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -379,28 +366,31 @@ class Admission:
         """Whether `request` is swapped rather than recomputed. What was pooled of its tokens is not kept."""
         if request.engine_request.pooling is not None:
             return False
+        if not self.swaps_prompts and any(map(self.is_prefill, request.sequences)):
+            return False
         return self.preemption_mode == "swap" or (self.preemption_mode == "auto" and len(request.sequences) > 1)
 
-    def swap_in(self, request: Request, plan: PlanBuilder, num_reserved: int) -> bool | None:
-        """Bring back a swapped request, if there is room for it and for a token of each of its sequences.
+    def is_prefill(self, sequence: Sequence) -> bool:
+        """Whether a running sequence has more to compute than the token it just got, and drafts."""
+        return not sequence.is_decoding or (sequence.num_uncomputed_tokens > 0 and not self.kv.has_blocks(sequence))
 
-        Returns whether it runs; None if it was ended because it never fits.
-        """
+    def swap_in(self, request: Request, step: ScheduledStep, num_reserved: int) -> AllocStatus:
+        """Bring back a swapped request, if there is room for it and for a token of each of its sequences."""
         needed, pool = self.kv.num_blocks_to_swap_in(request.sequences), self.kv.pool
         if needed > pool.num_blocks:
             self.finish_infeasible(request, needed)
-            return None
+            return AllocStatus.NEVER
         unfinished = [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens]
         num_reserved = num_reserved if self.requests.running else 0
-        if needed + num_reserved > pool.num_free or plan.budget < len(unfinished):
-            return False
+        if needed + num_reserved > pool.num_free or step.budget < len(unfinished):
+            return AllocStatus.LATER
         self.kv.swap_in(request.sequences)
         self.requests.admit(request)
         for number, sequence in enumerate(unfinished, 1):
             num_behind = len(unfinished) - number
-            most = min(plan.budget - num_behind, self.max_tokens_per_sequence)
-            self.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, most), plan)
-        return True
+            num_new = min(sequence.num_uncomputed_tokens, step.budget - num_behind, self.max_tokens_per_sequence)
+            self.schedule_tokens(sequence, num_new, step)
+        return AllocStatus.OK
 
     def waits_for_loads(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a waiting request waits for blocks from asynchronous tiers; starts loads that are not under way.
@@ -443,8 +433,9 @@ class Admission:
             return True
         sequences = [sequence for request in self.requests.running for sequence in request.sequences]
         # A sequence without blocks begins with what is cached of it, beside what it computes.
-        most = budget if all(map(kv.has_blocks, sequences)) else self.max_model_len
-        return kv.num_blocks_needed(sequences, most) <= kv.pool.num_free
+        max_new_tokens = budget if all(map(kv.has_blocks, sequences)) else self.max_model_len
+        kv.free_out_of_windows(sequences)
+        return kv.num_blocks_needed(sequences, max_new_tokens) <= kv.pool.num_free
 
 
 def _adapters(requests: Iterable[Request]) -> set[int]:

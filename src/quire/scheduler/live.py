@@ -94,10 +94,11 @@ class LiveRequests:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the running, then the waiting, then the loading requests, each kind in order."""
+        """Yield the running, then the waiting, the loading and the deferred requests, each kind in order."""
         yield from self.running
         yield from self.waiting
         yield from self.loading
+        yield from self.deferred
 
     def get_sequence(self, sequence_id: str) -> Sequence | None:
         """Return a live sequence, or None; while the prompt is computed, the first one stands for all samples."""
@@ -109,8 +110,8 @@ class LiveRequests:
 
     def request_ids(self, sequence_ids: Iterable[str]) -> list[str]:
         """Return the ids of the requests of these sequences, each once; sequences that are not live are left out."""
-        found = [self._sequences[name] for name in sequence_ids if name in self._sequences]
-        return list(dict.fromkeys(sequence.request.request_id for sequence in found))
+        sequences = [self._sequences[name] for name in sequence_ids if name in self._sequences]
+        return list(dict.fromkeys(sequence.request.request_id for sequence in sequences))
 
     def check_ids(self, request: Request) -> None:
         """Raise `RequestError` if a live request, or sequence, has the id of this one or of one of its sequences."""
@@ -278,7 +279,7 @@ class LiveRequests:
         running, waiting = self.running, list(self.waiting)
         if sorted(running, key=BY_ORDER) != running or sorted(waiting, key=BY_ORDER) != waiting:
             raise QuireError("running or waiting requests are out of order")
-        everyone = [*self, *self.deferred]
+        everyone = list(self)
         if {id(r) for r in everyone} != {id(r) for r in self._requests.values()} or len(everyone) != len(self):
             raise QuireError("live requests are not the running, waiting, loading and deferred ones")
         total = sum(request.num_sequences for request in running)

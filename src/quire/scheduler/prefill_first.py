@@ -9,21 +9,10 @@ The third queue, of requests whose KV was swapped out, is a part of the waiting 
 
 from __future__ import annotations
 
-from enum import IntEnum
-from functools import partial
-
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.admission import WINDOW, Admission, PlanBuilder
+from quire.scheduler.admission import WINDOW, Admission, AllocStatus
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
-
-
-class AllocStatus(IntEnum):
-    """Whether there are blocks for a prompt: now, after others have ended, or never."""
-
-    OK = 0
-    LATER = 1
-    NEVER = 2
 
 
 class PrefillFirstPlanner:
@@ -40,7 +29,7 @@ class PrefillFirstPlanner:
         self._kv, self._requests = admission.kv, admission.requests
         self._max_prompt_tokens = min(admission.max_model_len, admission.max_num_batched_tokens)
         self._last_prefill_seconds = 0.0
-        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
+        admission.swaps_prompts = False  # a prompt that is not computed is not worth moving
 
     def refusal(self, request: Request) -> str | None:
         """See `Planner`. The whole prompt counts: what is cached of it now may be evicted before it runs."""
@@ -66,42 +55,39 @@ class PrefillFirstPlanner:
         if step.computes_prompts:
             self._last_prefill_seconds = self.admission.clock() - step.started
 
-    def plan(self, plan: PlanBuilder) -> None:
-        """Fill `plan`: with prompts if there are any to compute, otherwise with decodes."""
-        self._schedule_prefills(plan)
-        plan.computes_prompts = bool(plan.num_scheduled)
-        if not plan.num_scheduled:
-            self._schedule_decodes(plan)
-            if not plan.preempted_request_ids:
-                self._schedule_swapped(plan)
+    def plan(self, step: ScheduledStep) -> None:
+        """Schedule prompts if there are any to compute, otherwise decodes."""
+        self._schedule_prefills(step)
+        step.computes_prompts = bool(step.num_scheduled)
+        if not step.num_scheduled:
+            self._schedule_decodes(step)
+            if not step.preempted_request_ids:
+                self._schedule_swapped(step)
             running = self._requests.running
             # Sequences in flight may be about to end.
-            if not (plan.num_scheduled or plan.in_flight) and running and self.admission.is_alone(running[0]):
+            if not (step.num_scheduled or step.in_flight) and running and self.admission.is_alone(running[0]):
                 stuck = running[0]  # only some of its sequences could be computed again, and these have ended
                 needed = sum(self._kv.num_blocks_for(sequence.num_uncomputed_tokens) for sequence in stuck.sequences)
                 self.admission.finish_infeasible(stuck, needed)
-        assert plan.budget >= 0 and self._requests.num_reserved_slots <= self.admission.max_num_seqs
+        assert step.budget >= 0 and self._requests.num_reserved_slots <= self.admission.max_num_seqs
 
     # ---- prompts ----
 
-    def _schedule_prefills(self, plan: PlanBuilder) -> None:
+    def _schedule_prefills(self, step: ScheduledStep) -> None:
         """Continue requests that are being recomputed; then admit waiting ones, unless any are swapped out."""
         for request in self._requests.running[:]:
-            if request.request_id not in plan.preempted_request_ids:
-                self._prefill(request, plan)
-        if plan.preempted_request_ids or self._requests.waiting.num_swapped:
+            if request.request_id not in step.preempted_request_ids:
+                self._prefill(request, step)
+        if step.preempted_request_ids or self._requests.waiting.num_swapped:
             return
-        if self._blocked == self.admission.capacity_version() or not self._passed_delay():
+        if self.admission.nothing_fits or not self._passed_delay():
             return
         for request in self.admission.first_waiting(WINDOW):
-            if plan.budget <= 0 or self._requests.num_reserved_slots >= self.admission.max_num_seqs:
+            if step.budget <= 0 or self._requests.num_reserved_slots >= self.admission.max_num_seqs:
                 break
-            if not self.admission.may_resume(request, plan):
+            if not self.admission.may_resume(request, step):
                 break
-            room = self._admit(request, plan)
-            if room is AllocStatus.LATER:
-                self._blocked = self.admission.capacity_version()
-            if room is not AllocStatus.OK:
+            if self._admit(request, step) is AllocStatus.LATER:
                 break
 
     def _passed_delay(self) -> bool:
@@ -111,31 +97,31 @@ class PrefillFirstPlanner:
         earliest = min(request.engine_request.arrival_time for request in self._requests.waiting.first(WINDOW))
         return self.admission.clock() - earliest > self.delay_factor * self._last_prefill_seconds
 
-    def _admit(self, request: Request, plan: PlanBuilder) -> AllocStatus | None:
+    def _admit(self, request: Request, step: ScheduledStep) -> AllocStatus:
         """Start or resume `request` if all its known tokens fit into the step, and there are blocks for them.
 
-        Returns OK also if it was ended or waits for the disk, so that others may be admitted; None if the step, not
-        the memory, had no room. A preempted request computes its output again, too. If it has thereby become longer
-        than a step it is computed in several steps, which other requests join only in the rest of the last one.
+        A preempted request computes its output again, too. If it has thereby become longer than a step it is computed
+        in several steps, which other requests join only in the rest of the last one.
         """
         if self._requests.num_reserved_slots + request.num_sequences > self.admission.max_num_seqs:
-            return None
+            return AllocStatus.LATER
         first = request.sequences[0]
         hit = self._kv.find_prefix(first)
         if self.admission.waits_for_loads(request, hit):
-            return AllocStatus.OK
-        room = self.can_allocate(request, hit)
-        if room is not AllocStatus.OK:
-            if room is AllocStatus.NEVER or self.admission.is_alone(request):
-                self.admission.finish_infeasible(request, self._num_required(request))
-                return AllocStatus.OK
-            return room
-        if first.num_tokens - hit.num_tokens > plan.budget and plan.num_scheduled:
-            return None
-        started = self.admission.start(first, plan.budget, plan, hit)
+            return AllocStatus.LOADING
+        status = self.can_allocate(request, hit)
+        if status is AllocStatus.NEVER or (status is AllocStatus.LATER and self.admission.is_alone(request)):
+            self.admission.finish_infeasible(request, self._num_required(request))
+            return AllocStatus.NEVER
+        if status is AllocStatus.LATER:
+            self.admission.note_nothing_fits()
+            return status
+        if first.num_tokens - hit.num_tokens > step.budget and step.num_scheduled:
+            return AllocStatus.LATER  # in the next step
+        started = self.admission.start(first, step.budget, step, hit)
         assert started, "there was room"
         self._requests.admit(request)
-        self._prefill(request, plan)
+        self._prefill(request, step)
         return AllocStatus.OK
 
     def can_allocate(self, request: Request, hit: PrefixHit) -> AllocStatus:
@@ -157,83 +143,68 @@ class PrefillFirstPlanner:
         first = request.sequences[0]
         return self._kv.num_blocks_for(first.num_tokens) + (request.num_sequences - 1) * len(self._kv.windows)
 
-    def _prefill(self, request: Request, plan: PlanBuilder) -> None:
+    def _prefill(self, request: Request, step: ScheduledStep) -> None:
         """Schedule the uncomputed known tokens of a running `request`, preempting requests behind it.
 
         If none is behind it, the rest waits until other sequences end, perhaps its own.
         """
         for sequence in request.sequences[:]:
-            if plan.budget <= 0:
+            if step.budget <= 0:
                 return
-            if sequence.sequence_id in plan.num_scheduled or not self._is_prefill(sequence):
+            if sequence.sequence_id in step.num_scheduled or not self.admission.is_prefill(sequence):
                 continue
-            while not self.admission.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, plan.budget), plan):
+            while not self.admission.schedule_tokens(sequence, min(sequence.num_uncomputed_tokens, step.budget), step):
                 if self._requests.running[-1] is request:
                     return
-                self._preempt_last(request, plan)
-
-    def _is_prefill(self, sequence: Sequence) -> bool:
-        """Whether it has more to compute than the token it just got, and drafts."""
-        return not sequence.is_decoding or (sequence.num_uncomputed_tokens > 0 and not self._kv.has_blocks(sequence))
+                self.admission.preempt_last(request, step)
 
     # ---- decodes ----
 
-    def _schedule_decodes(self, plan: PlanBuilder) -> None:
+    def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Schedule a token of each running sequence, of all those of a request or none, while the budget lasts.
 
         Drafts are verified with the budget that the decodes leave.
         """
         running = self._requests.running
-        num_spare = plan.budget - self._requests.num_reserved_slots
+        num_spare = step.budget - self._requests.num_reserved_slots
         index = 0
         while index < len(running):
             request = running[index]
             ready = [
                 sequence
                 for sequence in request.sequences
-                if not self._is_prefill(sequence) and sequence.num_uncomputed_tokens
+                if not self.admission.is_prefill(sequence) and sequence.num_uncomputed_tokens
             ]
-            if len(ready) > plan.budget:
+            if len(ready) > step.budget:
                 break
             for sequence in ready:
                 if sequence.draft_token_ids:
                     sequence.drop_drafts(max(num_spare, 0))
                     num_spare -= len(sequence.draft_token_ids)
-            if not self._append_slots(request, ready, plan):
+            if not self._append_slots(request, ready, step):
                 continue  # it is not there any more
             index += 1
 
-    def _append_slots(self, request: Request, ready: list[Sequence], plan: PlanBuilder) -> bool:
+    def _append_slots(self, request: Request, ready: list[Sequence], step: ScheduledStep) -> bool:
         """Schedule a token of each of `ready`, preempting from the end; False if `request` was preempted itself."""
-        if len(ready) > 1 and not self.admission.ensure_blocks(
-            request, ready, partial(self._preempt_last, request, plan)
-        ):
+        if len(ready) > 1 and not self.admission.ensure_blocks(request, ready, step):
             return False
         for sequence in ready:
-            while not self.admission.schedule_tokens(sequence, sequence.num_uncomputed_tokens, plan):
+            while not self.admission.schedule_tokens(sequence, sequence.num_uncomputed_tokens, step):
                 if sequence.draft_token_ids:
                     sequence.drop_drafts()
-                elif not self._preempt_last(request, plan):
+                elif not self.admission.preempt_last(request, step):
                     return False
         return True
 
-    def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
-        """Preempt the last running request; return whether it was another than `request`.
-
-        A request that has not computed its known tokens is not swapped: its KV is not worth moving.
-        """
-        victim = self._requests.running[-1]
-        self.admission.preempt(victim, plan, may_swap=not any(map(self._is_prefill, victim.sequences)))
-        return victim is not request
-
     # ---- swapped requests ----
 
-    def _schedule_swapped(self, plan: PlanBuilder) -> None:
+    def _schedule_swapped(self, step: ScheduledStep) -> None:
         """Bring back swapped requests in order, while there are budget and blocks; their slots are free."""
         for request in [r for r in self._requests.waiting if r.status is RequestStatus.SWAPPED]:
-            if not self.admission.adapter_fits(request, self._requests.running) or not self.admission.may_resume(
-                request, plan
-            ):
+            if not self.admission.adapter_fits(request, self._requests.running):
                 continue
-            if self.admission.swap_in(request, plan, self.admission.watermark_blocks) is False:
+            if not self.admission.may_resume(request, step):
+                continue
+            if self.admission.swap_in(request, step, self.admission.watermark_blocks) is AllocStatus.LATER:
                 break

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, QuireError
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.admission import Admission, PlanBuilder
+from quire.scheduler.admission import Admission
 from quire.scheduler.beam import BeamSearch, place
 from quire.scheduler.in_flight import InFlight, ScheduledStep
 from quire.scheduler.policy import make_policy
@@ -44,8 +44,8 @@ class Planner(Protocol):
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None."""
 
-    def plan(self, plan: PlanBuilder) -> None:
-        """Fill `plan`."""
+    def plan(self, step: ScheduledStep) -> None:
+        """Schedule sequences in a step that has none yet."""
 
     def processed(self, step: ScheduledStep) -> None:
         """Called before the result of a step is processed."""
@@ -88,8 +88,8 @@ class Scheduler:
             request.num_prompt_tokens + request.engine_request.max_tokens, self.admission.length_limit
         )
         if request.engine_request.beam is not None:
-            most = request.max_total_tokens - request.num_prompt_tokens
-            request.beam = BeamSearch(request.engine_request.beam, stop_ids=request.stop_ids, max_tokens=most)
+            max_tokens = request.max_total_tokens - request.num_prompt_tokens
+            request.beam = BeamSearch(request.engine_request.beam, stop_ids=request.stop_ids, max_tokens=max_tokens)
         self.requests.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -141,20 +141,19 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step, after those in flight."""
-        started = self.admission.clock()
+        step = ScheduledStep(self.admission.max_num_batched_tokens, self._in_flight, self.admission.clock())
         self.kv.start_step()
-        plan = PlanBuilder(self.admission.max_num_batched_tokens, self._in_flight)
-        self.planner.plan(plan)
+        self.planner.plan(step)
         finished_ids, self.requests.finished_ids = self.requests.finished_ids, []
         forks, self.requests.forks = self.requests.forks, []
         # No step waits for the disk while another is in flight: the result of that comes first.
         waits_for_loads = not self._in_flight and len(self.kv.loads) > 0
-        output = plan.finish(finished_ids, forks, self.kv.take_transfers(), waits_for_loads=waits_for_loads)
-        self._stats.num_steps += output.total_num_scheduled_tokens > 0
-        self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
-        if not output.is_empty:
-            self._in_flight.append(ScheduledStep(output, plan.scheduled, started, plan.computes_prompts))
-        return output
+        plan = step.finish(finished_ids, forks, self.kv.take_transfers(), waits_for_loads=waits_for_loads)
+        self._stats.num_steps += plan.total_num_scheduled_tokens > 0
+        self._stats.num_scheduled_tokens += plan.total_num_scheduled_tokens
+        if not plan.is_empty:
+            self._in_flight.append(step)
+        return plan
 
     def propose(self, sequence_id: str, token_ids: list[int]) -> int:
         """Let the next step verify drafts: tokens that may follow all those of a sequence, tentative ones included.
@@ -187,7 +186,9 @@ class Scheduler:
         No step may be in flight: what it computes has its hashes already.
         """
         self.kv.store_all()
-        return PlanBuilder(0, self._in_flight).finish([], [], self.kv.take_transfers(), waits_for_loads=False)
+        plan = SchedulerOutput.empty()
+        plan.transfers = self.kv.take_transfers()
+        return plan
 
     # ---- results ----
 
@@ -203,15 +204,21 @@ class Scheduler:
         if output.failed_stores:
             self.kv.fail_stores(output.failed_stores)
         if not plan.is_empty:
-            self._process_step(self._in_flight.pop(plan), output, outputs)
+            step = self._in_flight.pop(plan)
+            self.planner.processed(step)
+            self._process_step(step.scheduled, plan, output, outputs)
         if self.requests.outputs:
             outputs, self.requests.outputs = self.requests.outputs + outputs, []
         return outputs
 
-    def _process_step(self, step: ScheduledStep, output: ModelOutput, outputs: list[SequenceOutput]) -> None:
-        self.planner.processed(step)
-        plan = step.plan
-        for sequence, max_sampled in step.scheduled:
+    def _process_step(
+        self,
+        scheduled: Iterable[tuple[Sequence, int]],
+        plan: SchedulerOutput,
+        output: ModelOutput,
+        outputs: list[SequenceOutput],
+    ) -> None:
+        for sequence, max_sampled in scheduled:
             if sequence.is_live:
                 self._process(sequence, max_sampled, plan, output, outputs)
                 continue
@@ -307,7 +314,7 @@ class Scheduler:
     def _roll_back(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Give up the tentative tokens of `sequence`, and what is computed beyond `num_computed_tokens`.
 
-        Results of later steps in flight for it are void.
+        Results of later steps in flight for it are discarded.
         """
         sequence.num_tentative_tokens = 0
         sequence.draft_token_ids = ()
@@ -380,10 +387,9 @@ class Scheduler:
         """Keep the candidates of one beam; once those of all are there, let the search choose how it goes on."""
         request = sequence.request
         assert request.beam is not None
-        found = output.candidates.get(sequence.sequence_id)
-        if found is None:
+        sequence.candidates = output.candidates.get(sequence.sequence_id)
+        if sequence.candidates is None:
             raise QuireError(f"the model returned no candidates for {sequence!r}")
-        sequence.candidates = found
         candidates = [
             (beam.candidates.token_ids[1:], beam.candidates.logprobs[1:])
             for beam in request.sequences

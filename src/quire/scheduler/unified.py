@@ -17,9 +17,7 @@ Cost is linear in the sequences scheduled and independent of the number waiting 
 
 from __future__ import annotations
 
-from functools import partial
-
-from quire.scheduler.admission import WINDOW, Admission, PlanBuilder
+from quire.scheduler.admission import WINDOW, Admission, AllocStatus
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
@@ -54,8 +52,8 @@ class UnifiedPlanner:
         self._long_prompt_tokens = admission.long_prefill_token_threshold or max(
             admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
         )
-        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
-        self._in_vain: tuple[int, int, int] | None = None  # the same when no preemption would have helped the first
+        # `capacity_version` when no preemption would have made room for the first waiting request.
+        self._in_vain: tuple[int, int, int] | None = None
 
     def refusal(self, request: Request) -> str | None:
         return self.admission.refusal(request)
@@ -63,26 +61,26 @@ class UnifiedPlanner:
     def processed(self, step: ScheduledStep) -> None:
         """See `Planner`; this planner keeps nothing of finished steps."""
 
-    def plan(self, plan: PlanBuilder) -> None:
-        """Fill `plan`: running requests first, then waiting ones."""
+    def plan(self, step: ScheduledStep) -> None:
+        """Schedule running requests first, then waiting ones."""
         if self.admission.policy.preempts:
-            self._preempt_for_priority(plan)
-        self._schedule_running(plan)
-        if not plan.out_of_blocks:
-            self._schedule_waiting(plan)
+            self._preempt_for_priority(step)
+        self._schedule_running(step)
+        if not step.out_of_blocks:
+            self._schedule_waiting(step)
 
     # ---- shares ----
 
-    def _max_tokens(self, sequence: Sequence, plan: PlanBuilder) -> int:
+    def _max_tokens(self, sequence: Sequence, step: ScheduledStep) -> int:
         """Return how many tokens of its prompt `sequence` may compute; shares are computed with the first call."""
-        most = min(plan.budget, self.admission.max_tokens_per_sequence)
+        limit = min(step.budget, self.admission.max_tokens_per_sequence)
         if self.whole_prompts:
-            return most
-        if plan.shares is None:
-            plan.shares = self._share(plan)
-        return min(most, plan.shares.get(sequence.sequence_id, most))
+            return limit
+        if step.shares is None:
+            step.shares = self._share(step)
+        return min(limit, step.shares.get(sequence.sequence_id, limit))
 
-    def _share(self, plan: PlanBuilder) -> dict[str, int]:
+    def _share(self, step: ScheduledStep) -> dict[str, int]:
         """Return how many tokens each prompt may compute, by sequence id; empty if the budget is enough for all.
 
         Waiting requests count if they could be admitted in this step.
@@ -91,16 +89,16 @@ class UnifiedPlanner:
         prompts: list[tuple[str, int]] = []  # of running requests first: only these surely use their share
         for request in self._requests.running:
             for sequence in request.sequences:
-                if sequence.sequence_id in plan.num_scheduled:
+                if sequence.sequence_id in step.num_scheduled:
                     continue
                 num_uncomputed_tokens = sequence.num_uncomputed_tokens
                 if num_uncomputed_tokens > 1 and not sequence.draft_token_ids:
                     prompts.append((sequence.sequence_id, num_uncomputed_tokens))
                 else:
                     num_decode_tokens += num_uncomputed_tokens
-        budget = max(plan.budget - num_decode_tokens, 1)
+        budget = max(step.budget - num_decode_tokens, 1)
         num_running = len(prompts)
-        if self._may_admit(plan):
+        if self._may_admit(step):
             num_sequences = self._requests.num_reserved_slots
             for request in self._candidates():
                 num_sequences += request.num_sequences
@@ -134,7 +132,7 @@ class UnifiedPlanner:
 
     # ---- running requests ----
 
-    def _preempt_for_priority(self, plan: PlanBuilder) -> None:
+    def _preempt_for_priority(self, step: ScheduledStep) -> None:
         """Preempt running requests of lower rank than the first waiting one, as many as make room for it, or none."""
         head, running = self._requests.waiting.peek(), self._requests.running
         num_staying = len(running)
@@ -147,7 +145,7 @@ class UnifiedPlanner:
             self._in_vain = version
             return
         while not self._fits_beside(len(running), head):
-            self.admission.preempt(running[-1], plan)
+            self.admission.preempt(running[-1], step)
 
     def _fits_beside(self, num_staying: int, request: Request) -> bool:
         """Whether a waiting request could be admitted if all running ones but the first `num_staying` were preempted.
@@ -160,16 +158,17 @@ class UnifiedPlanner:
         num_slots = self._requests.num_reserved_slots - sum([other.num_sequences for other in leaving])
         if num_slots + request.num_sequences > admission.max_num_seqs or not admission.adapter_fits(request, staying):
             return False
-        most = admission.max_tokens_per_sequence
+        max_new_tokens = admission.max_tokens_per_sequence
         num_reserved = admission.watermark_blocks if staying else 0
         for other in staying:
-            num_reserved += sum([admission.num_blocks_to_compute(sequence, most) for sequence in other.sequences])
+            kv.free_out_of_windows(other.sequences)
+            num_reserved += sum([admission.num_blocks_to_compute(each, max_new_tokens) for each in other.sequences])
         hit = None if request.status is RequestStatus.SWAPPED else kv.find_prefix(request.sequences[0])
-        needed = admission.num_blocks_to_admit(request, most, hit)
+        needed = admission.num_blocks_to_admit(request, max_new_tokens, hit)
         num_freed = kv.num_blocks_freed([sequence for other in leaving for sequence in other.sequences], hit)
         return needed > kv.pool.num_blocks or needed + num_reserved <= kv.pool.num_free + num_freed
 
-    def _schedule_running(self, plan: PlanBuilder) -> None:
+    def _schedule_running(self, step: ScheduledStep) -> None:
         """Schedule the next tokens of every running sequence, preempting from the end while blocks are lacking.
 
         Prompts and drafts leave one token of the budget to each sequence behind them, so that decodes never wait.
@@ -178,16 +177,14 @@ class UnifiedPlanner:
         num_behind = sum([len(request.sequences) for request in running])
         may_offload = kv.pool.num_layerwise > 0
         index = 0
-        while index < len(running) and plan.budget > 0:
+        while index < len(running) and step.budget > 0:
             request = running[index]
             index += 1
             sequences = tuple(request.sequences)  # those forked on the way draw from their parent's step
-            if may_offload and not self._may_decode(request, running[index:], plan):
+            if may_offload and not self._may_decode(request, running[index:], step):
                 num_behind -= len(sequences)
                 continue
-            if len(sequences) > 1 and not admission.ensure_blocks(
-                request, sequences, partial(self._preempt_last, request, plan)
-            ):
+            if len(sequences) > 1 and not admission.ensure_blocks(request, sequences, step):
                 index -= 1  # it was preempted or ended
                 continue
             for sequence in sequences:
@@ -198,18 +195,20 @@ class UnifiedPlanner:
                 num_new = num_uncomputed_tokens
                 if num_uncomputed_tokens > 1:
                     num_new = min(
-                        num_uncomputed_tokens, max(plan.budget - num_behind, 1), self._max_tokens(sequence, plan)
+                        num_uncomputed_tokens, max(step.budget - num_behind, 1), self._max_tokens(sequence, step)
                     )
                 if num_new and not (
-                    admission.schedule_tokens(sequence, num_new, plan) or self._preempt_for(sequence, num_new, plan)
+                    admission.schedule_tokens(sequence, num_new, step) or self._preempt_for(sequence, num_new, step)
                 ):
                     return
                 if num_new < num_uncomputed_tokens:
-                    plan.num_promised_blocks += admission.num_blocks_after(sequence, sequence.num_computed_tokens)
-                if plan.budget <= 0:
+                    step.num_remaining_prompt_blocks += admission.num_blocks_after(
+                        sequence, sequence.num_computed_tokens
+                    )
+                if step.budget <= 0:
                     break
 
-    def _may_decode(self, request: Request, behind: list[Request], plan: PlanBuilder) -> bool:
+    def _may_decode(self, request: Request, behind: list[Request], step: ScheduledStep) -> bool:
         """Whether `request` may compute in this step although it has layerwise blocks."""
         layerwise = self._kv.layerwise
         if not layerwise.in_use or not all(sequence.is_decoding for sequence in request.sequences):
@@ -217,17 +216,17 @@ class UnifiedPlanner:
         return layerwise.can_decode(
             [sequence.sequence_id for sequence in request.sequences],
             ([sequence.sequence_id for sequence in other.sequences] for other in reversed(behind)),
-            is_first=not plan.num_scheduled,
+            is_first=not step.num_scheduled,
             num_reserved=self.admission.watermark_blocks,
         )
 
-    def _preempt_for(self, sequence: Sequence, num_new: int, plan: PlanBuilder) -> bool:
+    def _preempt_for(self, sequence: Sequence, num_new: int, step: ScheduledStep) -> bool:
         """Preempt from the end until `num_new` tokens of `sequence` are scheduled; False if it was preempted itself.
 
         Drafts are dropped before any request is preempted for them.
         """
         request, admission, running = sequence.request, self.admission, self._requests.running
-        while not admission.schedule_tokens(sequence, num_new, plan):
+        while not admission.schedule_tokens(sequence, num_new, step):
             if sequence.draft_token_ids:
                 sequence.drop_drafts()
                 num_new = min(num_new, sequence.num_uncomputed_tokens)
@@ -236,21 +235,14 @@ class UnifiedPlanner:
                 # There is room for one token each; one that was preempted and has more to compute waits for the
                 # others to end, if these go on.
                 if admission.is_alone(request) and not any(
-                    s.sequence_id in plan.num_scheduled for s in request.sequences
+                    s.sequence_id in step.num_scheduled for s in request.sequences
                 ):
                     admission.finish_infeasible(request, self._kv.num_blocks_for(sequence.num_tokens))
                     return False
                 return True
-            if not self._preempt_last(request, plan):
+            if not admission.preempt_last(request, step):
                 return False
         return True
-
-    def _preempt_last(self, request: Request, plan: PlanBuilder) -> bool:
-        """Preempt the last running request for lack of blocks; return whether it was another than `request`."""
-        victim = self._requests.running[-1]
-        plan.out_of_blocks = True
-        self.admission.preempt(victim, plan)
-        return victim is not request
 
     # ---- waiting requests ----
 
@@ -268,74 +260,71 @@ class UnifiedPlanner:
         if head is not None and head.order_key < admitted.order_key:
             self.admission.block(head)
 
-    def _may_admit(self, plan: PlanBuilder) -> bool:
+    def _may_admit(self, step: ScheduledStep) -> bool:
         """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
-        if plan.out_of_blocks or not self._requests.waiting:
+        if step.out_of_blocks or not self._requests.waiting:
             return False
-        return self._blocked != self.admission.capacity_version()
+        return not self.admission.nothing_fits
 
-    def _schedule_waiting(self, plan: PlanBuilder) -> None:
+    def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit waiting requests in order while there are slots, budget and blocks.
 
         One that does not fit may be overtaken for `max_overtake_seconds`; then it blocks the rest. One that may preempt
         others blocks them at once: it would preempt them again in the next step.
         """
         admission = self.admission
-        if not self._may_admit(plan):
+        if not self._may_admit(step):
             return
         is_blocked, all_tried = False, True
         for request in self._candidates():
-            if plan.budget <= 0 or self._requests.num_reserved_slots >= admission.max_num_seqs:
+            if step.budget <= 0 or self._requests.num_reserved_slots >= admission.max_num_seqs:
                 return
             first = request.sequences[0]
-            if self.whole_prompts and first.num_tokens > plan.budget:
+            if self.whole_prompts and first.num_tokens > step.budget:
                 return  # it comes first in the next step
-            if not admission.may_resume(request, plan) or self._max_tokens(first, plan) == 0:
+            if not admission.may_resume(request, step) or self._max_tokens(first, step) == 0:
                 all_tried = False
                 continue
-            outcome = self._admit(request, plan)
-            if outcome is False:
+            status = self._admit(request, step)
+            if status is AllocStatus.LATER:
                 is_blocked = True
-                all_tried &= plan.budget >= len(request.sequences)  # else it may be the budget that it lacks
+                all_tried &= step.budget >= len(request.sequences)  # else it may be the budget that it lacks
                 if admission.block(request) >= self.max_overtake_seconds or admission.policy.preempts:
                     break
-            elif outcome and admission.policy.longest_prefix_first:
+            elif status is AllocStatus.OK and admission.policy.longest_prefix_first:
                 self._block_overtaken(request)
         # What a prompt under way is going to compute may be shared with those that wait, which then need fewer blocks.
-        if is_blocked and all_tried and not plan.num_promised_blocks:
-            self._blocked = admission.capacity_version()
+        if is_blocked and all_tried and not step.num_remaining_prompt_blocks:
+            admission.note_nothing_fits()
 
-    def _admit(self, request: Request, plan: PlanBuilder) -> bool | None:
-        """Start or resume `request` if all its known tokens fit beside what sequences in the plan still need.
-
-        Returns whether it was admitted; None if it waits for the disk, or was ended, and so does not block others.
-        """
+    def _admit(self, request: Request, step: ScheduledStep) -> AllocStatus:
+        """Start or resume `request` if all its known tokens fit beside what sequences in the step still need."""
         admission, kv = self.admission, self._kv
         if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
-            return False
-        num_reserved = plan.num_promised_blocks + admission.watermark_blocks if self._requests.running else 0
+            return AllocStatus.LATER
+        num_reserved = step.num_remaining_prompt_blocks + admission.watermark_blocks if self._requests.running else 0
         if request.status is RequestStatus.SWAPPED:
-            return admission.swap_in(request, plan, num_reserved)
+            return admission.swap_in(request, step, num_reserved)
         first = request.sequences[0]
         hit = kv.find_prefix(first)
         if admission.waits_for_loads(request, hit):
-            return None
-        num_tokens, most = first.num_tokens, self._max_tokens(first, plan)
-        needed = admission.num_blocks_to_admit(request, most, hit)
+            return AllocStatus.LOADING
+        num_tokens, max_new_tokens = first.num_tokens, self._max_tokens(first, step)
+        needed = admission.num_blocks_to_admit(request, max_new_tokens, hit)
         if needed + num_reserved > kv.pool.num_free:
             if admission.is_alone(request):
                 admission.finish_infeasible(request, needed)
-                return None
-            return False
-        started = admission.start(first, most, plan, hit)
+                return AllocStatus.NEVER
+            return AllocStatus.LATER
+        started = admission.start(first, max_new_tokens, step, hit)
         assert started, "there was room"
         self._requests.admit(request)
         if first.num_computed_tokens < num_tokens:
-            plan.num_promised_blocks += admission.num_blocks_after(first, first.num_computed_tokens)
+            step.num_remaining_prompt_blocks += admission.num_blocks_after(first, first.num_computed_tokens)
         for sibling in request.sequences[1:]:
-            if plan.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
-                admission.start(sibling, min(plan.budget, admission.max_tokens_per_sequence), plan)
-        return True
+            if step.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
+                admission.start(sibling, min(step.budget, admission.max_tokens_per_sequence), step)
+        return AllocStatus.OK
 
 
 def _outranks(waiting: Request, running: Request) -> bool:
@@ -343,8 +332,8 @@ def _outranks(waiting: Request, running: Request) -> bool:
     return running.engine_request.priority > waiting.engine_request.priority and running.order_key > waiting.order_key
 
 
-def share_tokens(budget: int, num_tokens: list[int], most: int, long_chunk: int) -> list[int]:
-    """Return how many of `budget` tokens each prompt may compute, at most `most`.
+def share_tokens(budget: int, num_tokens: list[int], max_new_tokens: int, long_chunk: int) -> list[int]:
+    """Return how many of `budget` tokens each prompt may compute, at most `max_new_tokens`.
 
     The shortest prompts go first, so that a short one does not wait behind a long one, with two bounds:
 
@@ -358,11 +347,11 @@ def share_tokens(budget: int, num_tokens: list[int], most: int, long_chunk: int)
     """
     shares = [0] * len(num_tokens)
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__)
-    reserved = min(num_tokens[0], most, -(-budget // OLDEST_SHARE))
+    reserved = min(num_tokens[0], max_new_tokens, -(-budget // OLDEST_SHARE))
     num_ending = 0
     for index in order:
         reserved = 0 if index == 0 else reserved
-        if num_tokens[index] > min(most, budget - reserved - num_ending):
+        if num_tokens[index] > min(max_new_tokens, budget - reserved - num_ending):
             break
         shares[index] = num_tokens[index]
         num_ending += num_tokens[index]
@@ -375,10 +364,10 @@ def share_tokens(budget: int, num_tokens: list[int], most: int, long_chunk: int)
     unfinished = [index for index in order if not shares[index]]
     if 0 in unfinished:
         part = left if num_ending or len(unfinished) == 1 else -(-left // OLDEST_SHARE)
-        shares[0] = min(num_tokens[0], most, part)
+        shares[0] = min(num_tokens[0], max_new_tokens, part)
         left -= shares[0]
     for index in unfinished:
-        extra = min(min(num_tokens[index], most) - shares[index], left)
+        extra = min(min(num_tokens[index], max_new_tokens) - shares[index], left)
         shares[index] += extra
         left -= extra
     return shares

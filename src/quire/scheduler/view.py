@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.errors import echo
 from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks, map_blocks
-from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
 QUEUES = ("running", "waiting", "swapped", "loading")
@@ -107,9 +107,9 @@ def _describe_queues(scheduler: Scheduler, requests: Iterable[Request], limit: i
 
 
 def _queue(request: Request) -> str:
-    """Return the one of `QUEUES` that has `request`; preempted ones wait like new ones."""
+    """Return the one of `QUEUES` that has `request`; preempted and deferred ones wait like new ones."""
     name = request.status.name.lower()
-    return "waiting" if request.status is RequestStatus.PREEMPTED else name
+    return name if name in QUEUES else "waiting"
 
 
 def _describe_request(scheduler: Scheduler, request: Request) -> dict[str, Any]:
