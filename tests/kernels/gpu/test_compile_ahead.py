@@ -38,7 +38,7 @@ from tests.helpers.pretend_gpu import pretend_gpu
 with pretend_gpu() as compiled:
     from quire.kernels.gpu.backend import GPUBackend
     from quire.models.loader import load_model
-    from quire.worker.graphs import dummy_inputs
+    from quire.worker.graphs import Shape, dummy_inputs
     from quire.worker.model_runner import ModelRunner
 
     backend = GPUBackend("bfloat16", "bfloat16", "cpu", None if sys.argv[2] == "-" else sys.argv[2])
@@ -57,7 +57,7 @@ with pretend_gpu() as compiled:
         graphs._stage(inputs, size)
         full = size.graph_mode == "full"
         lengths = None if full else StepLengths(inputs.num_scheduled, inputs.seq_lens)
-        shape = size, False, False
+        shape = Shape(size)
         metadata = graphs._metadata(shape, size.sequences if full else sequences, lengths)
         _, logits, _ = graphs._build(shape, metadata)
         chances = np.full(len(logits), 0.5)
