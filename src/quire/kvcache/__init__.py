@@ -1,1 +1,1 @@
-"""KV cache bookkeeping: blocks, reference counts, the free queue, prefix hashes. Ids and counts only, no data."""
+"""Keeps the books of the KV cache: blocks, reference counts, hashes, tiers. It never touches the data of blocks."""

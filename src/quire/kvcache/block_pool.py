@@ -1,4 +1,4 @@
-"""`BlockPool`: which blocks are free, which are in use and by how many block tables, and which can be found by hash.
+"""`BlockPool` knows which blocks are free, how many block tables use each of the others, and which hash finds which.
 
 Bookkeeping only: the worker owns the memory. A free block keeps its content and its hash until it is allocated again,
 so the free queue *is* the prefix cache, in LRU order. Sequences and tokens are the concern of `manager`.
@@ -14,7 +14,7 @@ from quire.errors import QuireError
 
 
 class Block:
-    """One block: `block_size` slots of KV memory in each layer of a group, known by its id.
+    """A block stands for `block_size` slots of KV memory in each layer of a group; its id says which.
 
     Attributes:
         block_id: index into the worker's KV storage (or into the host's pool, see `tiers`).
@@ -46,7 +46,7 @@ NULL_BLOCK = Block(0)
 
 
 class BlockPool:
-    """A fixed number of blocks with reference counts and a map from content hash to block.
+    """Counts the references of a fixed number of blocks, and finds blocks by their hash.
 
     Several blocks may have the same content, where sequences generated the same text at the same time: block tables are
     append-only, so duplicates remain. `lookup` finds one of them, and another one when that is evicted.
@@ -86,22 +86,22 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, free or not."""
+        """Number of all blocks, free or not."""
         return len(self.blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks in no block table; many of them can still be hit."""
+        """Number of blocks in no block table; many of them can still be hit."""
         return len(self._free) + len(self._free_layerwise)
 
     @property
     def num_layerwise(self) -> int:
-        """Of all blocks, the layerwise ones."""
+        """Number of layerwise blocks."""
         return len(self.blocks) - self.first_layerwise
 
     @property
     def num_free_layerwise(self) -> int:
-        """Of the free blocks, the layerwise ones."""
+        """Number of free layerwise blocks."""
         return len(self._free_layerwise)
 
     def free_blocks(self) -> Iterator[Block]:

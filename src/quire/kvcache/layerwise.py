@@ -1,4 +1,4 @@
-"""`LayerwiseBlocks`: layer-wise offloaded blocks in block tables, and which requests may decode with them.
+"""`LayerwiseBlocks` finds layer-wise offloaded blocks in block tables and decides who may decode with them.
 
 Of a *layerwise* block only the first layers' keys and values are resident on the device; the other layers' are on the
 host, and each step that reads the block loads them (LayerKV, Xiong et al. 2024). How many layers that concerns is in
@@ -19,7 +19,7 @@ STREAMED_TOKENS = 1024  # a step computes for longer than it takes to load their
 
 
 class LayerwiseBlocks:
-    """Where in block tables layerwise blocks are; for models with one group of layers.
+    """Knows where in block tables layerwise blocks are; for models with one group of layers.
 
     Args:
         tables, replaced: the manager's block tables by sequence id, and the entries of them that were replaced.

@@ -1,4 +1,4 @@
-"""`KVCacheManager`: block tables of the live sequences, sharing and copy-on-write, and the prefix cache over them.
+"""`KVCacheManager` owns the block tables of live sequences, with copy-on-write, and the prefix cache over them.
 
 The scheduler allocates slots from it before each step. It counts blocks and tokens and never touches their data: what
 must be moved (a block that is copied before it is written, swapped, or loaded from another tier) is appended to
@@ -59,11 +59,11 @@ class CachedSequence(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Final and tentative tokens."""
+        """Number of final and tentative tokens."""
 
     @property
     def cache_salt(self) -> CacheSalt:
-        """Blocks are shared only among sequences with the same one."""
+        """What must be equal for sequences to share blocks, beside their tokens."""
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -149,7 +149,7 @@ class KVCacheManager:
     # ---- sizes ----
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds at a time."""
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at a time."""
         return max_blocks(num_tokens, self.windows, self.block_size, self.max_step_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:

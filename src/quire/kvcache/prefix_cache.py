@@ -1,4 +1,4 @@
-"""Prefix lookup: what the tiers hold of the beginning of a sequence, by whole blocks and by tokens.
+"""Prefix lookup finds what the tiers hold of the beginning of a sequence, by whole blocks and by tokens.
 
 `longest_hit` searches for whole blocks over several groups of layers. `PrefixTree` finds the block that continues a
 prefix and begins as a prompt does, so that reuse is token-granular, as in a radix tree (Zheng et al. 2024, SGLang,
@@ -107,7 +107,7 @@ def first_block_in_window(position: int, window: int, block_size: int) -> int:
 
 
 class PrefixTree:
-    """Registered blocks by the prefix that they continue, and their first token."""
+    """Finds registered blocks by the prefix that they continue, and their first tokens."""
 
     __slots__ = ("_children",)
 

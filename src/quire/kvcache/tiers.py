@@ -1,4 +1,4 @@
-"""KV tiers, control half: which blocks the host's memory and the disk hold, by hash, and what moves for that.
+"""The control half of KV tiers: it knows which blocks the host's memory and the disk hold, and lists what must move.
 
 A `TierManager` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
 appended to the list of the step's transfers, in the order decided; the worker half of each tier
@@ -34,7 +34,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a stored block is found by again: its hash, that of the prefix before it, and its tokens.
+    """Identifies a stored block: its hash, that of the prefix before it, and its tokens.
 
     The disk keeps it beside each block, so that blocks are found after a restart.
     """
@@ -114,7 +114,7 @@ class TierHit(NamedTuple):
 
 
 class HostTierManager:
-    """Blocks in host memory: a pool like the device's, whose free blocks keep their content until they are evicted.
+    """Keeps blocks in host memory: a pool like the device's, whose free blocks keep their content until evicted.
 
     The pool holds the blocks of swapped sequences as well, which have references and no hash.
 
@@ -198,7 +198,7 @@ class HostTierManager:
 
 
 class DiskTierManager:
-    """Records on disk.
+    """Keeps blocks on disk, in slots of equal size.
 
     Args:
         num_slots: records there is room for.

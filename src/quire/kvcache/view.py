@@ -1,4 +1,4 @@
-"""What the KV cache holds, for `/debug` and the playground: JSON-like values, text, and a map of small cells.
+"""Describes what the KV cache holds, for `/debug` and the playground: as JSON, as text, and as a map of cells.
 
 All of it is gathered on request, in time linear in the number of blocks; nothing is kept for it between requests. Token
 ids, which are what users wrote, are included on request only. Queues are in `scheduler.view`.
@@ -93,7 +93,7 @@ def _num_filled(num_tokens: int, index: int, block_size: int) -> int:
 
 @dataclass(slots=True)
 class _Use:
-    """Which sequences have a block in their tables, and what for."""
+    """Says which sequences have a block in their tables, and for which of their tokens."""
 
     owners: list[str] = field(default_factory=list)
     group: int = 0

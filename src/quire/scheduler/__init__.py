@@ -1,1 +1,1 @@
-"""Which sequences compute how many tokens in the next step. Plain Python over ids and counts; no torch, no asyncio."""
+"""Decides which sequences compute how many tokens in each step: plain Python over ids and counts, without torch."""

@@ -1,4 +1,4 @@
-"""`Admission`: schedules tokens of sequences, and admits, preempts and resumes requests.
+"""`Admission` schedules tokens of sequences, and admits, preempts and resumes requests.
 
 The planners (`unified`, `prefill_first`) decide which request is next and how many of its tokens a step computes.
 `Admission` then allocates the blocks, moves the request between the queues and writes it into the step. It has no state

@@ -1,4 +1,4 @@
-"""Beam search over token ids and log-probabilities: which beams go on, which have finished, when the search is over.
+"""Beam search decides which beams go on, which have finished, and when it is over, from ids and log-probabilities.
 
 Nothing here knows of models, blocks or sequences. The engine hands over the most likely next tokens of every running
 beam, gets back which tokens go on from which beam, and maps those onto its sequences (`place`).
@@ -20,7 +20,7 @@ from quire.step import BeamOutput
 
 
 class Step(NamedTuple):
-    """What becomes of the running beams: (index of the parent, token appended to it), the best one first.
+    """Says how the running beams go on: (index of the parent, token appended to it), the best one first.
 
     The next `advance` expects candidates in this order. With `over` the search has ended, and `running` is empty.
     """
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How the sequences of the parents become those of their children, with as few copies as possible.
+    """Says how the sequences of the parents become those of their children, with as few copies as possible.
 
     Attributes:
         in_place: (parent, child): the parent's sequence goes on as this child, which is its best.

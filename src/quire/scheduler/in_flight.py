@@ -1,4 +1,4 @@
-"""Steps of the scheduler: `ScheduledStep`, one of them, and `InFlight`, those whose results are not processed yet.
+"""`ScheduledStep` is a step as the scheduler has it; `InFlight` are those whose results are not processed yet.
 
 A token that is computed in such a step counts as computed, and a token that it samples as a tentative one of its
 sequence (`Sequence.num_tentative_tokens`): the next step may begin with it, since its value is on the device. A device
@@ -67,7 +67,7 @@ class ScheduledStep:
 
 
 class InFlight:
-    """The steps in flight, any number, oldest first."""
+    """Holds the steps in flight, any number, oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[ScheduledStep] = deque()

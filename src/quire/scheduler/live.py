@@ -1,4 +1,4 @@
-"""The unfinished requests: `LiveRequests`, which moves them between their queues, and `RequestQueue`, the waiting ones.
+"""`LiveRequests` moves unfinished requests from queue to queue; `RequestQueue` holds those that wait.
 
 When a request moves is decided elsewhere: by `admission` and the planners, and in `scheduler` where outputs end it.
 """
@@ -20,7 +20,7 @@ BY_ORDER = attrgetter("order_key")
 
 
 class RequestQueue:
-    """Requests sorted by their `order_key`, which no two share.
+    """Sorts requests by their `order_key`, which no two share.
 
     Attributes:
         num_swapped: how many of them have their KV in the host's pool.
@@ -53,7 +53,7 @@ class RequestQueue:
         return self._requests[0] if self._requests else None
 
     def remove(self, request: Request) -> None:
-        """Take out a request, whose status is still what it was when it came."""
+        """Remove a request, whose status is still what it was when it was pushed."""
         index = bisect_left(self._requests, request.order_key, key=BY_ORDER)
         assert self._requests[index] is request
         del self._requests[index]
@@ -62,7 +62,7 @@ class RequestQueue:
 
 
 class LiveRequests:
-    """Every live request, by id and in the one queue that its status names.
+    """Holds every live request, by id and in the one queue that its status names.
 
     Attributes:
         waiting: new, preempted and swapped requests. running: sorted like those. loading, deferred: in any order.
@@ -176,13 +176,13 @@ class LiveRequests:
         return [sequence.sequence_id for sequence in request.sequences if self._leave_worker(sequence)]
 
     def start_loading(self, request: Request) -> None:
-        """Move a waiting request to those for which blocks are read from disk."""
+        """Move a waiting request to those for which blocks are being loaded."""
         self.waiting.remove(request)
         request.transition(RequestStatus.LOADING)
         self.loading.append(request)
 
     def finish_loading(self, request: Request) -> None:
-        """Move a request whose blocks were read back to the waiting ones."""
+        """Move a request whose blocks were loaded back to the waiting ones."""
         self.loading.remove(request)
         request.transition(RequestStatus.WAITING)
         self.waiting.push(request)
@@ -201,7 +201,7 @@ class LiveRequests:
         return child
 
     def skip_fork(self, request: Request, sequence_id: str) -> None:
-        """A sequence that was aborted before it began is not forked after all."""
+        """Forget a sequence that was aborted before it was forked."""
         del self._sequences[sequence_id]
         if request.status is RequestStatus.RUNNING:
             self.num_reserved_slots -= 1

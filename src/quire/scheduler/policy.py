@@ -1,4 +1,4 @@
-"""Scheduling policies: in which order requests are served.
+"""Scheduling policies decide in which order requests are served.
 
 A policy gives each request a key when it arrives. The same key orders the waiting queue and the running requests, and
 the last running one is the one that is preempted; so a preempted request returns to its place without being
@@ -13,7 +13,7 @@ from quire.scheduler.request import Request
 
 
 class Policy:
-    """First come, first served; others build on it.
+    """Serves requests in the order of arrival; others build on it.
 
     Attributes:
         preempts: whether a waiting request may take the place of a running one of lower rank (higher `priority`).
@@ -35,7 +35,7 @@ class Policy:
 
 
 class PriorityPolicy(Policy):
-    """Lower `priority` first; among equals, first come, first served.
+    """Serves lower `priority` first; among equals, first come, first served.
 
     With `ageing` [s] a request gains one rank for each such time that it waits, so that none waits for ever. Since
     all gain at the same rate, their order never changes and the key stays what it was at arrival.
@@ -57,7 +57,7 @@ class PriorityPolicy(Policy):
 
 
 class PrefixPolicy(Policy):
-    """First come, first served, but the longest cached prefix goes first (Zheng et al. 2024, section 3)."""
+    """Serves the longest cached prefix first, else in order of arrival (Zheng et al. 2024, section 3)."""
 
     longest_prefix_first = True
 

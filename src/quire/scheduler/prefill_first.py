@@ -1,4 +1,4 @@
-"""`PrefillFirstPlanner`: the classic scheduling of paged serving (Kwon et al. 2023, section 4.5), with three queues.
+"""`PrefillFirstPlanner` schedules as paged serving did at first (Kwon et al. 2023, section 4.5), with three queues.
 
 A step computes either prompts or one token of each running sequence, never both. Prompts go first, whole ones only;
 the last running request is preempted when blocks run out, and comes back before any new one is admitted. It gives short
@@ -139,7 +139,7 @@ class PrefillFirstPlanner:
         return AllocStatus.OK if needed + reserve <= pool.num_free else AllocStatus.LATER
 
     def _num_required(self, request: Request) -> int:
-        """Blocks for its known tokens, and one for each sequence but the first to go on with."""
+        """Return how many blocks its known tokens need, with one for each further sequence to go on with."""
         first = request.sequences[0]
         return self._kv.num_blocks_for(first.num_tokens) + (request.num_sequences - 1) * len(self._kv.windows)
 

@@ -1,4 +1,4 @@
-"""`RepetitionDetector`: whether an output ends with a repeated pattern of tokens."""
+"""`RepetitionDetector` finds out whether an output ends with a repeated pattern of tokens."""
 
 from __future__ import annotations
 

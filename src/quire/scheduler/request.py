@@ -1,4 +1,4 @@
-"""`Request` and `Sequence`: the scheduler's record of a request, its status, and the tokens of its sequences.
+"""`Request` and `Sequence` are the scheduler's records of a request, its status, and the tokens of its sequences.
 
 A request has one prompt. It begins as one sequence; when the prompt is computed it becomes as many as were requested
 (`n`, `best_of`, or the beams of a search), which share the prompt's blocks. It is scheduled, preempted and resumed as
@@ -47,7 +47,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """As it stands in an output: "stop", "length", "repetition", "abort", "error"; None while unfinished."""
+        """What an output calls it: "stop", "length", "repetition", "abort" or "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -75,7 +75,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class Sequence:
-    """One text as it is generated: final tokens, tentative tokens after them, and how many of all these are computed.
+    """A text as it is generated: its final tokens, tentative ones after them, and how many of these are computed.
 
     There is no prefill or decode phase: a step computes any number of the tokens that are not computed yet. A tentative
     token is one that a step computes before it is final: a draft, or the token that a step in flight samples, whose
@@ -133,17 +133,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens, tentative ones included."""
+        """Number of prompt and output tokens, tentative ones included."""
         return len(self.token_ids) + self.num_tentative_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Final output tokens."""
+        """Number of final output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that are not computed."""
+        """Number of tokens that are not computed."""
         return len(self.token_ids) + self.num_tentative_tokens - self.num_computed_tokens
 
     @property
@@ -255,7 +255,7 @@ class Request:
 
     @property
     def status(self) -> RequestStatus:
-        """Its state; `transition` changes it."""
+        """The state of the request; `transition` changes it."""
         return self._status
 
     def transition(self, status: RequestStatus) -> None:
@@ -266,7 +266,7 @@ class Request:
 
     @property
     def prompt_logprobs_after(self) -> int:
-        """Prompt positions after the first whose log-probabilities were not requested (`prompt_logprob_start`)."""
+        """Number of prompt positions, after the first, without log-probabilities (`prompt_logprob_start`)."""
         return max((self.engine_request.sampling_params.prompt_logprob_start or 0) - 1, 0)
 
     @property
@@ -276,14 +276,14 @@ class Request:
 
     @property
     def num_sequences(self) -> int:
-        """Most sequences it will have side by side from now on."""
+        """The most sequences it will have side by side from now on."""
         if self.engine_request.beam is not None:
             return self.engine_request.beam.beam_width
         return len(self.sequences) if self.is_forked else len(self.engine_request.sequence_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens of all its sequences that are not computed."""
+        """Number of tokens of all its sequences that are not computed."""
         return sum(sequence.num_uncomputed_tokens for sequence in self.sequences)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`Scheduler`: plans steps, and processes their results.
+"""`Scheduler` plans steps and processes their results.
 
 Which sequences a step computes is decided by a planner (`unified`, `prefill_first`), by means of `admission`; the live
 requests are in `live`, the steps whose results are not known in `in_flight`. Here a result becomes final tokens, stops,
@@ -48,7 +48,7 @@ class Planner(Protocol):
         """Schedule sequences in a step that has none yet."""
 
     def processed(self, step: ScheduledStep) -> None:
-        """Called before the result of a step is processed."""
+        """Take note of a step whose result is about to be processed."""
 
 
 class Scheduler:
@@ -206,26 +206,21 @@ class Scheduler:
         if not plan.is_empty:
             step = self._in_flight.pop(plan)
             self.planner.processed(step)
-            self._process_step(step.scheduled, plan, output, outputs)
+            for sequence, max_sampled in step.scheduled:
+                if sequence.is_live:
+                    self._process(sequence, max_sampled, plan, output, outputs)
+                else:
+                    self._process_ended(sequence, plan, output)
         if self.requests.outputs:
             outputs, self.requests.outputs = self.requests.outputs + outputs, []
         return outputs
 
-    def _process_step(
-        self,
-        scheduled: Iterable[tuple[Sequence, int]],
-        plan: SchedulerOutput,
-        output: ModelOutput,
-        outputs: list[SequenceOutput],
-    ) -> None:
-        for sequence, max_sampled in scheduled:
-            if sequence.is_live:
-                self._process(sequence, max_sampled, plan, output, outputs)
-                continue
-            self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
-            error = output.errors.get(sequence.sequence_id)
-            if error is not None and not error.refused:
-                self.kv.reset_prefix_cache()  # its blocks were freed with their hashes when it was aborted
+    def _process_ended(self, sequence: Sequence, plan: SchedulerOutput, output: ModelOutput) -> None:
+        """Note what a step computed in vain, of a sequence that has ended since it was planned."""
+        self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
+        error = output.errors.get(sequence.sequence_id)
+        if error is not None and not error.refused:
+            self.kv.reset_prefix_cache()  # its blocks were freed with their hashes when it ended
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
         for block_id, succeeded in loaded.items():

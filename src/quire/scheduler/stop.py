@@ -1,4 +1,4 @@
-"""When a sequence ends by its final tokens: stop ids, `max_tokens`, the longest length, repetition.
+"""`check_stop` decides whether a sequence's final tokens end it: stop ids, `max_tokens`, its length, repetition.
 
 Stop strings are the frontend's concern.
 """

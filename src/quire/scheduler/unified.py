@@ -1,4 +1,4 @@
-"""`UnifiedPlanner`: how many tokens of which sequences the next step computes; the default.
+"""`UnifiedPlanner`, the default, decides how many tokens of which sequences the next step computes.
 
 One token budget a step, shared by prefill chunks and decodes alike: a sequence is given some of the tokens it has not
 computed yet. Running requests come first, in policy order, then waiting ones. When blocks run out, the last running

@@ -1,4 +1,4 @@
-"""A description of a scheduler between two steps, its queues and its block manager, for `/debug/...`.
+"""Describes a scheduler between two steps, its queues and its block manager, for `/debug/...`.
 
 The parts that need no requests are in `kvcache.view`.
 """

@@ -56,7 +56,7 @@ PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Steps to measure.
+    """A kind of steps to be measured.
 
     Attributes:
         sequences: (tokens of context, tokens to compute) of each. num_more: how often each then goes on by one token.
@@ -86,35 +86,35 @@ def workloads(limits: Limits) -> list[Workload]:
     room = limits.max_model_len - DECODE_STEPS - 2
     sizes = [size for size in sizes_up_to(limits.max_num_batched_tokens) if size <= room]
     batches = sizes_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens))
-    found = [Workload(f"prompt {size}", ((0, size),)) for size in sizes]
-    found += [Workload(f"chunk of {size}", ((0, size),), num_left=1) for size in sizes]
-    found += [
+    everything = [Workload(f"prompt {size}", ((0, size),)) for size in sizes]
+    everything += [Workload(f"chunk of {size}", ((0, size),), num_left=1) for size in sizes]
+    everything += [
         Workload(f"prompt {size} after {room - size}", ((room - size, size),)) for size in sizes if size * 2 <= room
     ]
     for size in sizes_up_to(limits.max_num_batched_tokens):
         for count in (2, 8):
             if 8 <= size // count <= room and count <= limits.max_num_seqs:
-                found.append(Workload(f"{count} prompts of {size // count}", ((0, size // count),) * count))
+                everything.append(Workload(f"{count} prompts of {size // count}", ((0, size // count),) * count))
     for count in batches:
         for context in sorted({min(16, room), room // 4, room - 1}):
-            found.append(Workload(f"{count} decodes at {context}", ((context, 1),) * count, DECODE_STEPS))
+            everything.append(Workload(f"{count} decodes at {context}", ((context, 1),) * count, DECODE_STEPS))
     for count in (2, 8, 32):
         for size in sizes[4::2]:
             if count < limits.max_num_seqs and size + count <= limits.max_num_batched_tokens:
                 rows = ((room // 4, 1),) * count + ((0, size),)
-                found.append(Workload(f"{count} decodes and a prompt of {size}", rows))
-    fitting = [workload for workload in found if _num_blocks(workload, limits) <= limits.num_blocks]
+                everything.append(Workload(f"{count} decodes and a prompt of {size}", rows))
+    fitting = [workload for workload in everything if _num_blocks(workload, limits) <= limits.num_blocks]
     return fitting or [Workload("prompt 1", ((0, 1),))]
 
 
 def sizes_up_to(high: int) -> list[int]:
     """Return 1, 2, 3, 4, 6, 8, 12, ...: the powers of two and the middles between them, and `high`."""
-    found = {1, high}
+    sizes = {1, high}
     power = 2
     while power <= high:
-        found |= {size for size in (power, power * 3 // 2) if size <= high}
+        sizes |= {size for size in (power, power * 3 // 2) if size <= high}
         power *= 2
-    return sorted(found)
+    return sorted(sizes)
 
 
 def _num_blocks(workload: Workload, limits: Limits) -> int:
@@ -195,16 +195,16 @@ def measure_workloads(runner: WorkloadRunner, limits: Limits, seconds: float) ->
     """
     rng = random.Random(0)
     order = workloads(limits)
-    found: list[Measured] = []
+    measured: list[Measured] = []
     started = time.perf_counter()
     for num_rounds in range(MAX_ROUNDS):
         rng.shuffle(order)
         for workload in order:
             if num_rounds and time.perf_counter() - started > seconds:
-                return _medians(found)
+                return _medians(measured)
             for _ in range(2):
-                found += runner.run(workload)
-    return _medians(found)
+                measured += runner.run(workload)
+    return _medians(measured)
 
 
 def _medians(steps: Sequence[Measured]) -> list[Measured]:
@@ -214,7 +214,7 @@ def _medians(steps: Sequence[Measured]) -> list[Measured]:
         contents = step.contents
         kind = (step.workload, contents.num_tokens, contents.num_sequences, contents.num_new, contents.is_new_shape)
         kinds.setdefault(kind, []).append(step)
-    return [sorted(found, key=lambda step: step.seconds)[(len(found) - 1) // 2] for found in kinds.values()]
+    return [sorted(group, key=lambda step: step.seconds)[(len(group) - 1) // 2] for group in kinds.values()]
 
 
 class TimedExecutor(Executor):
@@ -254,14 +254,15 @@ def measure_moves(executor: TimedExecutor, count: int) -> float:
     """Return the seconds that a block takes to the host or back, from moves of `count` blocks; 0 without a pool."""
     if count == 0:
         return 0.0
-    found = []
+    seconds = []
     for _ in range(MOVE_ROUNDS):
         for op in (TransferOp.STORE, TransferOp.LOAD):
             transfers = [BlockTransfer(op, Tier.HOST, block, block) for block in range(count)]
-            step = SchedulerOutput([], [], {}, 0, [], [], transfers=transfers)
-            executor.execute(step)
-            found.append(executor.last.seconds / count)
-    return float(np.median(found))
+            plan = SchedulerOutput.empty()
+            plan.transfers = transfers
+            executor.execute(plan)
+            seconds.append(executor.last.seconds / count)
+    return float(np.median(seconds))
 
 
 def measure_load(
@@ -331,8 +332,8 @@ class Calibration:
 
     def errors(self) -> list[tuple[str, float, float]]:
         """Return of each measured step its workload, its seconds, and those of the model; the worst first."""
-        found = [(step.workload, step.seconds, self.cost.device_seconds(step.contents)) for step in self.device]
-        return sorted(found, key=lambda item: -abs(item[2] / item[1] - 1))
+        errors = [(step.workload, step.seconds, self.cost.device_seconds(step.contents)) for step in self.device]
+        return sorted(errors, key=lambda item: -abs(item[2] / item[1] - 1))
 
 
 def calibrate(config: EngineConfig, *, seconds: float = 60.0, machine: str = "") -> Calibration:
@@ -374,8 +375,8 @@ def measure(
     moved_block = measure_moves(timed, min(ready.num_blocks, core.scheduler.stats().num_host_blocks, MOVED_BLOCKS))
     loaded, host = measure_load(config, info, timed, limits, seconds * LOAD_SHARE, clock)
     memory = ready.num_blocks * core.executor.kv_cache_spec().block_bytes(ready.block_size, ready.max_model_len)
-    found = fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
-    return replace(found, cost=msgspec.structs.replace(found.cost, moved_block=moved_block))
+    calibration = fit_cost(config, designed, loaded, host, memory=memory, machine=machine)
+    return replace(calibration, cost=msgspec.structs.replace(calibration.cost, moved_block=moved_block))
 
 
 def fit_cost(
@@ -428,11 +429,11 @@ def _ratio(steps: Sequence[Measured], predict: Callable[[StepContents], float]) 
     return sum(step.seconds for step in steps) / predicted if predicted > 0 else 1.0
 
 
-def calibration_table(found: Calibration, worst: int = 8) -> str:
+def calibration_table(calibration: Calibration, worst: int = 8) -> str:
     """Return what was fitted, and where it fits worst, as text."""
-    cost = found.cost
+    cost = calibration.cost
     lines = [
-        f"{len(found.device)} kinds of step measured; median error of the fit {cost.error:.1%}",
+        f"{len(calibration.device)} kinds of step measured; median error of the fit {cost.error:.1%}",
         "",
         f"  {'tokens in a step':<32}{'microseconds':>14}",
     ]
@@ -446,6 +447,6 @@ def calibration_table(found: Calibration, worst: int = 8) -> str:
         lines.append(f"  {'scheduler, ' + name:<32}{rate * 1e6:>14.5f}")
     lines += ["", f"  {'a block to or from the host':<32}{cost.moved_block * 1e6:>14.1f}"]
     lines += ["", f"  {'where the fit is worst':<40}{'measured us':>14}{'fitted us':>14}"]
-    for workload, measured, fitted in found.errors()[:worst]:
+    for workload, measured, fitted in calibration.errors()[:worst]:
         lines.append(f"  {workload:<40}{measured * 1e6:>14.1f}{fitted * 1e6:>14.1f}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`StepContents`: what a step's duration depends on; `StepReader` finds it in the `SchedulerOutput`s of a run.
+"""`StepContents` says what a step's duration depends on; `StepReader` finds it in the `SchedulerOutput`s of a run.
 
 Both the simulated executor and the calibration of a real one read steps here, so that a cost model is applied to what
 it was fitted to. `LayerwiseReader` counts the layerwise blocks that steps load from the host and store there.
@@ -17,7 +17,7 @@ Windows = tuple[tuple[int, float], ...]  # (sliding window in tokens, share of t
 
 @dataclass(slots=True)
 class StepContents:
-    """One step in numbers.
+    """Describes one step in numbers.
 
     Attributes:
         num_tokens: computed. num_sequences: that have some of them. num_sampled: that get a new token.
@@ -60,8 +60,8 @@ class Row:
 
 def windows_of(layer_windows: Sequence[int | None]) -> Windows:
     """Return the distinct sliding windows and their shares of the layers; layers without one are left out."""
-    found = [window for window in layer_windows if window is not None]
-    return tuple((window, found.count(window) / len(layer_windows)) for window in sorted(set(found)))
+    windows = [window for window in layer_windows if window is not None]
+    return tuple((window, windows.count(window) / len(layer_windows)) for window in sorted(set(windows)))
 
 
 def attended(start: int, count: int, windows: Windows = ()) -> float:

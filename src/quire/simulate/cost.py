@@ -1,4 +1,4 @@
-"""Cost models: how many seconds a step takes, from its contents.
+"""Cost models predict how many seconds a step takes, from its contents.
 
 `FittedCost` is fitted to measurements of a machine. It is linear in features of a step, except in the number of tokens,
 where it interpolates linearly between measured numbers, so the bend of the roofline (Williams et al. 2009), from memory
@@ -45,7 +45,7 @@ class CostModel(Protocol):
 
     @property
     def num_shapes(self) -> int:
-        """Shapes of step that the worker keeps, see `StepReader`."""
+        """Number of shapes of step that the worker keeps, see `StepReader`."""
 
     def seconds(self, contents: StepContents) -> float:
         """Return the seconds from the start of planning a step to the end of processing its results."""

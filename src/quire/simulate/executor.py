@@ -1,4 +1,4 @@
-"""`SimulatedExecutor`: takes the place of a model. A step costs virtual time and nothing else."""
+"""`SimulatedExecutor` takes the place of a model. A step costs virtual time and nothing else."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class SimulatedExecutor(Executor):
         self.num_new_shapes = 0
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """One entry per layer of the model."""
+        """Return what the model keeps of sequences."""
         return self._spec
 
     def available_memory(self) -> int:
-        """The bytes given."""
+        """Return the bytes given."""
         return self._memory
 
     def allocate(
         self, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, num_layerwise_blocks: int = 0
     ) -> None:
-        """Nothing to allocate; layerwise blocks are followed from now on."""
+        """Follow layerwise blocks from now on; there is nothing to allocate."""
         if num_layerwise_blocks:
             self._reader.follow_layerwise(num_blocks - num_layerwise_blocks, self._block_size, self._streamed_share)
 
     def stored_blocks(self) -> StoredBlocks:
-        """None, with as many slots as given."""
+        """Return the given number of slots, all empty."""
         return StoredBlocks(self._num_disk_blocks)
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
@@ -91,4 +91,4 @@ class SimulatedExecutor(Executor):
         )
 
     def close(self) -> None:
-        """Nothing to release."""
+        """There is nothing to release."""

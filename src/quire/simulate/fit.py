@@ -82,14 +82,14 @@ def fit_device(
     rows = [
         [*token_weights(step.contents.num_tokens, knots), *_values(step.contents, DEVICE_FEATURES)] for step in steps
     ]
-    found = _fit(rows, steps)
-    return knots, tuple(found[: len(knots)]), tuple(found[len(knots) :])
+    coefficients = _fit(rows, steps)
+    return knots, tuple(coefficients[: len(knots)]), tuple(coefficients[len(knots) :])
 
 
 def fit_host(steps: Sequence[Measured]) -> tuple[float, tuple[float, ...]]:
     """Return seconds per step and the rates of `HOST_FEATURES`."""
-    found = _fit([[1.0, *_values(step.contents, HOST_FEATURES)] for step in steps], steps)
-    return found[0], tuple(found[1:])
+    coefficients = _fit([[1.0, *_values(step.contents, HOST_FEATURES)] for step in steps], steps)
+    return coefficients[0], tuple(coefficients[1:])
 
 
 def _values(contents: StepContents, names: Sequence[str]) -> list[float]:
@@ -105,9 +105,9 @@ def _fit(rows: list[list[float]], steps: Sequence[Measured]) -> list[float]:
     seconds = np.array([step.seconds for step in steps])
     matrix = np.array(rows) / seconds[:, None]
     weights = np.ones(len(steps))
-    found = np.zeros(matrix.shape[1])
+    coefficients = np.zeros(matrix.shape[1])
     for _ in range(NUM_REWEIGHTED):
-        found = nnls(matrix * weights[:, None], weights)
-        off = np.abs(matrix @ found - 1.0)
+        coefficients = nnls(matrix * weights[:, None], weights)
+        off = np.abs(matrix @ coefficients - 1.0)
         weights = np.sqrt(np.minimum(1.0, FAR_OFF / np.maximum(off, 1e-12)))
-    return [float(value) for value in found]
+    return [float(value) for value in coefficients]

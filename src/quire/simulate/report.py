@@ -1,4 +1,4 @@
-"""From a `RunLog` to figures: latencies, goodput, hit rates, queues; as a mapping for JSON, as text, and as CSV."""
+"""Summarizes a `RunLog`: latencies, goodput, hit rates, queues; as a mapping for JSON, as text, and as CSV."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def summarize_run(run: SimulatedRun, **limits: float | None) -> dict[str, Any]:
 
 
 def _latencies(records: Sequence[Record]) -> dict[str, dict[str, float] | None]:
-    found: dict[str, dict[str, float] | None] = {}
+    latencies: dict[str, dict[str, float] | None] = {}
     for name in LATENCIES:
         values = [value for record in records if (value := getattr(record, name)) is not None]
-        found[name] = _statistics(values)
-    return found
+        latencies[name] = _statistics(values)
+    return latencies
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float] | None:
@@ -144,9 +144,9 @@ def table(result: Mapping[str, Any]) -> str:
     }
     for name, words in names.items():
         lines.append(_row(words, _milliseconds(result[name])))
-    for tenant, found in result.get("tenants", {}).items():
+    for tenant, latencies in result.get("tenants", {}).items():
         for name in ("ttft", "e2e"):
-            lines.append(_row(f"  {tenant or '(no tenant)'}: {name}", _milliseconds(found[name])))
+            lines.append(_row(f"  {tenant or '(no tenant)'}: {name}", _milliseconds(latencies[name])))
     rows: list[tuple[str, str]] = [
         ("requests per second", f"{result['request_throughput']:.3f}"),
         ("prompt tokens per second", f"{result['prompt_throughput']:.1f}"),
@@ -170,9 +170,9 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"  {words:<44}{value}" for words, value in rows)])
 
 
-def _milliseconds(found: Mapping[str, float] | None) -> list[str]:
+def _milliseconds(statistics: Mapping[str, float] | None) -> list[str]:
     names = ("mean", *(f"p{name}" for name in PERCENTILES), "max")
-    return ["-"] * len(names) if found is None else [f"{found[name] * 1e3:.2f}" for name in names]
+    return ["-"] * len(names) if statistics is None else [f"{statistics[name] * 1e3:.2f}" for name in names]
 
 
 def _row(words: str, cells: Sequence[str]) -> str:

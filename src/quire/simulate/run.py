@@ -1,4 +1,4 @@
-"""`simulate`: one replay of a trace under a config and a cost model, from options to a `RunLog`."""
+"""`simulate` replays a trace under a config and a cost model; the result is a `RunLog`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to replay: read from traces, or drawn from a distribution with a seed. Lengths and names only, no text.
+"""Reads requests to replay from traces, or draws them from a distribution: their lengths and names, no text.
 
 JSON lines of two formats are read, distinguished by their keys:
 
@@ -49,7 +49,7 @@ class TraceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Number of prompt and output tokens."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     def prompt_token_ids(self, vocab_size: int | None = None) -> list[int]:
@@ -107,7 +107,7 @@ Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 
 class _Line(msgspec.Struct):
-    """A line of our own kind."""
+    """A line of a trace in our own format."""
 
     arrival: Seconds
     prompt_tokens: Length
@@ -128,11 +128,11 @@ def _parse(text: str, number: int, time_scale: float, names: dict[str, int]) -> 
     """Read one line; `names` numbers the names of shared parts. Raises `msgspec.MsgspecError`."""
     item = msgspec.json.decode(text)
     if isinstance(item, dict) and ("hash_ids" in item or "timestamp" in item):
-        found = msgspec.convert(item, _MooncakeLine)
-        length = found.input_length
-        blocks = zip(found.hash_ids, range(length, 0, -MOONCAKE_BLOCK))
+        entry = msgspec.convert(item, _MooncakeLine)
+        length = entry.input_length
+        blocks = zip(entry.hash_ids, range(length, 0, -MOONCAKE_BLOCK))
         prefix = tuple((name, min(MOONCAKE_BLOCK, left)) for name, left in blocks)
-        return TraceRequest(number, found.timestamp / 1e3 * time_scale, length, max(1, found.output_length), prefix)
+        return TraceRequest(number, entry.timestamp / 1e3 * time_scale, length, max(1, entry.output_length), prefix)
     line = msgspec.convert(item, _Line)
     prefix = tuple((names.setdefault(str(name), len(names)), count) for name, count in line.prefix)
     if sum(count for _, count in prefix) > line.prompt_tokens:

@@ -1,4 +1,4 @@
-"""What other allocation schemes of KV slots would waste on the same run: the case for paging, in numbers.
+"""Measures what other ways to allocate KV slots would waste on the same run: the case for paging, in numbers.
 
 Four schemes, for the sequences that run at once in a simulated replay (terms of Kwon et al. 2023, section 3.1):
 
@@ -48,12 +48,12 @@ class Slots:
 
     @property
     def total(self) -> float:
-        """All slots, used or not."""
+        """Number of all slots, used or not."""
         return self.used + self.reserved + self.internal + self.external
 
 
 class BuddyAllocator:
-    """Addresses from a memory that is as large as it needs to be: pieces of powers of two, lowest address first."""
+    """Allocates pieces of powers of two, lowest address first, from a memory that grows as needed."""
 
     def __init__(self) -> None:
         self._free: dict[int, set[int]] = {}
@@ -200,15 +200,15 @@ def waste_report(slots: Mapping[str, Slots]) -> dict[str, dict[str, float]]:
     """Return for each scheme its shares of the slot-seconds, its peak of slots, and its slots relative to paging."""
     paged = slots["paged"].total or 1.0
     report = {}
-    for scheme, found in slots.items():
-        total = found.total or 1.0
+    for scheme, of_scheme in slots.items():
+        total = of_scheme.total or 1.0
         report[scheme] = {
-            "used": found.used / total,
-            "reserved": found.reserved / total,
-            "internal": found.internal / total,
-            "external": found.external / total,
-            "peak_slots": found.peak,
-            "against_paged": found.total / paged,
+            "used": of_scheme.used / total,
+            "reserved": of_scheme.reserved / total,
+            "internal": of_scheme.internal / total,
+            "external": of_scheme.external / total,
+            "peak_slots": of_scheme.peak,
+            "against_paged": of_scheme.total / paged,
         }
     return report
 
@@ -218,7 +218,7 @@ def waste_table(report: Mapping[str, Mapping[str, float]]) -> str:
     names = ("used", "reserved", "internal", "external")
     lines = [f"  {'share of KV slots over time':<28}" + "".join(f"{name:>10}" for name in names)]
     lines[0] += f"{'x paged':>10}{'most slots':>14}"
-    for scheme, found in report.items():
-        cells = "".join(f"{found[name]:>10.2%}" for name in names)
-        lines.append(f"  {scheme:<28}{cells}{found['against_paged']:>10.2f}{int(found['peak_slots']):>14,}")
+    for scheme, row in report.items():
+        cells = "".join(f"{row[name]:>10.2%}" for name in names)
+        lines.append(f"  {scheme:<28}{cells}{row['against_paged']:>10.2f}{int(row['peak_slots']):>14,}")
     return "\n".join(lines)
