@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_REGEX_CHARS = 4096
 MAX_GRAMMAR_CHARS = 65536
 MAX_CHOICE_CHARS = 65536
+GRAMMAR = "structured_outputs.grammar"  # the parameter that errors name
 
 # Of the lexer: states it may build in all (1 to 2 kB each), and work in one step (about 14 units a microsecond).
 MAX_LEXER_STATES = 50_000
@@ -94,7 +95,7 @@ _WITHOUT_EFFECT = re.compile(
 )
 
 
-def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_outputs.grammar") -> str:
+def add_grammar(builder: GrammarBuilder, text: str) -> str:
     """Add a rule that matches what the grammar's `start` (`root` in GBNF) matches; return its name.
 
     Raises:
@@ -102,30 +103,30 @@ def add_grammar(builder: GrammarBuilder, text: str, *, param: str = "structured_
     """
     import llguidance  # here, so that a frontend that compiles nothing does not load it
 
-    check_length(len(text), MAX_GRAMMAR_CHARS, param)
+    check_length(len(text), MAX_GRAMMAR_CHARS, GRAMMAR)
     if not text.strip():
-        raise _refused(param, " must not be empty")
-    lark = _from_gbnf(text, param) if "::=" in text else text
+        raise _refused(GRAMMAR, " must not be empty")
+    lark = _from_gbnf(text) if "::=" in text else text
     found = _WITHOUT_EFFECT.search(lark)
     if found is not None:
-        raise _refused(param, f": the attribute {found[1]} of a rule would have no effect; leave it out")
+        raise _refused(GRAMMAR, f": the attribute {found[1]} of a rule would have no effect; leave it out")
     # Wrapped, so that a text that looks like llguidance's JSON form of grammars is not read as that.
     problem = problem_of(llguidance.LLMatcher.grammar_from_lark(lark))
     if problem:
         first = problem.splitlines()[0].rstrip(":")
-        raise _refused(param, f": {first[:300]}", error_code(first))
+        raise _refused(GRAMMAR, f": {first[:300]}", error_code(first))
     return builder.rule(f"%lark {{\n{lark}\n}}", "grammar")
 
 
-def _from_gbnf(text: str, param: str) -> str:
+def _from_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     try:
         return gbnf_to_lark(text)
     except GbnfToLarkError as error:
-        raise _refused(param, f": {error}") from None
+        raise _refused(GRAMMAR, f": {error}") from None
     except Exception as error:  # the converter raises bare exceptions for what it finds wrong
-        raise _refused(param, f" cannot be read as GBNF: {str(error)[:200]}") from None
+        raise _refused(GRAMMAR, f" cannot be read as GBNF: {str(error)[:200]}") from None
 
 
 def add_regex(builder: GrammarBuilder, pattern: str, *, param: str = "structured_outputs.regex") -> str:

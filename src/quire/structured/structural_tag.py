@@ -23,9 +23,7 @@ MAX_TAGS = 256
 EMPTY = '""'
 
 
-def add_structural_tag(
-    builder: GrammarBuilder, spec: str | Mapping[str, Any], options: JsonOptions, *, param: str = PARAM
-) -> str:
+def add_structural_tag(builder: GrammarBuilder, spec: str | Mapping[str, Any], options: JsonOptions) -> str:
     """Add what a structural tag describes; return the name of its rule or terminal.
 
     Raises:
@@ -35,9 +33,9 @@ def add_structural_tag(
         try:
             spec = json.loads(spec)
         except (ValueError, RecursionError):
-            raise RequestError(f"{param} is not valid JSON", param=param, code="invalid_grammar") from None
-        check_unicode(spec, param)  # JSON may spell out what its own text cannot have
-    root = _Part(spec, "#", param)
+            raise RequestError(f"{PARAM} is not valid JSON", param=PARAM, code="invalid_grammar") from None
+        check_unicode(spec, PARAM)  # JSON may spell out what its own text cannot have
+    root = _Part(spec, "#")
     if "structures" in root.fields or "triggers" in root.fields:
         structures = root.items("structures")
         tags = [
@@ -49,7 +47,7 @@ def add_structural_tag(
             for item in structures
         ]
         # Only the pointers of schemas differ: "#/structures/0/content/json_schema" for "#/structures/0/schema".
-        found = [_Part(tag, item.pointer, param) for tag, item in zip(tags, structures, strict=True)]
+        found = [_Part(tag, item.pointer) for tag, item in zip(tags, structures, strict=True)]
         return _Compiler(builder, options).triggered(root, found, 0)
     if root.fields.get("type") != "structural_tag":
         raise root.error(f"must be structural_tag, got {echo(root.fields.get('type'))}", "type")
@@ -62,19 +60,18 @@ class _Part:
 
     value: Any
     pointer: str
-    param: str
 
     def child(self, *keys: str | int) -> _Part:
         """Return the part at `keys`; its value is None if there is nothing."""
         value = self.value
         for key in keys:
             value = value.get(key) if isinstance(key, str) else value[key]
-        return _Part(value, "/".join([self.pointer, *map(str, keys)]), self.param)
+        return _Part(value, "/".join([self.pointer, *map(str, keys)]))
 
     def error(self, problem: str, *keys: str | int, code: str = "invalid_grammar") -> RequestError:
         """Return the error that names this part, or the one at `keys`."""
         pointer = "/".join([self.pointer, *map(str, keys)])
-        return RequestError(f"{self.param}, at {pointer}: it {problem}", param=self.param, code=code)
+        return RequestError(f"{PARAM}, at {pointer}: it {problem}", param=PARAM, code=code)
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -139,9 +136,7 @@ class _Compiler:
             return add_schema(self.builder, part.fields.get("json_schema", {}), options=self.options)
         except SchemaError as error:
             where = f"{part.pointer}/json_schema{error.pointer.removeprefix('#')}"
-            raise RequestError(
-                f"{part.param}, at {where}: {error.message}", param=part.param, code=error.code
-            ) from None
+            raise RequestError(f"{PARAM}, at {where}: {error.message}", param=PARAM, code=error.code) from None
 
     def _by_caller(self, part: _Part, add: Callable[[GrammarBuilder, str], str], name: str) -> str:
         """Add the caller's grammar or regex; its errors name the part."""
@@ -150,9 +145,7 @@ class _Compiler:
             return add(self.builder, text)
         except RequestError as error:
             message = error.message.removeprefix("structured_outputs.")
-            raise RequestError(
-                f"{part.param}, at {part.pointer}: {message}", param=part.param, code=error.code
-            ) from None
+            raise RequestError(f"{PARAM}, at {part.pointer}: {message}", param=PARAM, code=error.code) from None
 
     def _sequence(self, part: _Part, depth: int) -> str:
         for element in part.items("elements")[:-1]:

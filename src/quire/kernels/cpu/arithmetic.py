@@ -84,10 +84,8 @@ def concat(launcher: Launcher, arrays: Sequence[np.ndarray]) -> np.ndarray:
     start = 0
     for array in arrays:
         stop = start + array.shape[-1]
-        part_of_out = (
-            out[..., start:stop] if out.ndim == 1 else out[(slice(None),) * (out.ndim - 1) + (slice(start, stop),)]
-        )
-        _emit(launcher, COPY, _operand(array), None, part_of_out)
+        part_of_out = (slice(None),) * (out.ndim - 1) + (slice(start, stop),)  # recorded arrays take no "..."
+        _emit(launcher, COPY, _operand(array), None, out[part_of_out])
         start = stop
     return out
 

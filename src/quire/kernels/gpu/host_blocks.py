@@ -171,11 +171,6 @@ class PinnedPool:
                 return
             self._pinned.append(piece)
 
-    @property
-    def num_pinned(self) -> int:
-        """Pieces that are pinned by now."""
-        return len(self._pinned)
-
     def wait(self) -> None:
         """Return when as much is pinned as can be."""
         if self._thread.ident is not None:
