@@ -15,7 +15,7 @@ from quire.kernels.gpu.graphs import GraphOps
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import EngineDriver, Request
-from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.graph_tape import TapeCapture
 
 # Rows of padding may hold anything, and NumPy, in the interpreter, says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,7 +48,7 @@ def said(driver: EngineDriver) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["eager", "recorded"])
+@pytest.mark.parametrize("how", ["eager", "captured"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_on_a_gpu_says_what_the_cpu_says(
     tmp_path: Path, family: str, how: str, monkeypatch: pytest.MonkeyPatch
@@ -56,26 +56,26 @@ def test_an_engine_on_a_gpu_says_what_the_cpu_says(
     folder = write_checkpoint(tmp_path / family, family)
     expected = said(EngineDriver(folder, "cpu", **OPTIONS))
     if not GPU:
-        monkeypatch.setattr(GraphOps, "new_recorder", lambda self: TapeRecorder())
+        monkeypatch.setattr(GraphOps, "new_capture", lambda self: TapeCapture())
     driver = EngineDriver(folder, "cuda", enforce_eager=how == "eager", **OPTIONS)
     assert said(driver) == expected
     stats = driver.core.executor.worker.backend.graph_stats()  # type: ignore[attr-defined]
     assert stats.failed == 0
     if how == "eager":
-        assert stats.recordings == 0
+        assert stats.captured == 0
     else:
-        assert stats.graphs > stats.recordings > 2, "whole ones and pieces"
+        assert stats.graphs > stats.captured > 2, "whole ones and pieces"
 
 
 @pytest.mark.gpu
-def test_an_engine_that_idles_has_recorded_what_comes(tmp_path: Path) -> None:
+def test_an_engine_that_idles_has_captured_what_comes(tmp_path: Path) -> None:
     driver = EngineDriver(write_checkpoint(tmp_path / "llama", "llama"), "cuda", **OPTIONS)
     driver.generate("first", Request([3, 4, 5], GREEDY, max_tokens=3, stop_ids=()))
     while driver.core.idle():
         pass
     backend = driver.core.executor.worker.backend  # type: ignore[attr-defined]
     before = backend.graph_stats()
-    assert before.recordings >= 2 and before.nbytes >= 0
+    assert before.captured >= 2
     for name in ("a", "b"):
         driver.add(name, Request([3, 4, 5], GREEDY, max_tokens=5, stop_ids=()))
     driver.run()

@@ -19,7 +19,7 @@ from quire.kernels.gpu.layerwise import GPULayerwiseOffload, OffloadOps
 from quire.sampling_params import SamplingParams
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import EngineDriver, Request
-from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.graph_tape import TapeCapture
 from tests.helpers.streams import Late
 
 # Rows of padding may hold anything, and NumPy, in the interpreter, says so.
@@ -148,13 +148,13 @@ def test_steps_with_layerwise_blocks_stand_beside_recorded_ones(
 ) -> None:
     """First one sequence in whole blocks, then more than these hold, then one again."""
     if not GPU:
-        monkeypatch.setattr(GraphOps, "new_recorder", lambda self: TapeRecorder())
+        monkeypatch.setattr(GraphOps, "new_capture", lambda self: TapeCapture())
     one = [ask([3, 4], GREEDY, max_tokens=6)]
     more = [ask([*COMMON, 20 + number], GREEDY, max_tokens=3) for number in range(3)]
     options = {"enforce_eager": False, "enable_prefix_caching": False}
     driver = compare(folder, [one, more, one], MIXED, **options)
     stats = driver.core.executor.worker.backend.graph_stats()  # type: ignore[attr-defined]
-    assert stats.recordings and not stats.failed and begun
+    assert stats.captured and not stats.failed and begun
     driver.close()
 
 

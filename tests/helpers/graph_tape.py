@@ -1,7 +1,7 @@
 """CUDA graphs without CUDA: launches are noted on a tape, and run again without the Python that led to them.
 
-`TapeRecorder` takes the place of `kernels.gpu.graphs.CudaRecorder` on tensors in host memory. As on a device,
-nothing is computed while a graph is recorded, memory of other tensors included; what would wait for a device, or copy
+`TapeCapture` takes the place of `kernels.gpu.graphs.CUDAGraphCapture` on tensors in host memory. As on a device,
+nothing is computed while a graph is captured, memory of other tensors included; what would wait for a device, or copy
 from the host, is an error; what was written into a graph by mistake stays there. Beyond that the tape is stricter than
 a device: before a graph runs, all memory that its pool gave out holds NaN, which whoever reads what was not computed
 anew will see, and memory of others that was freed is an error rather than somebody else's.
@@ -40,7 +40,7 @@ class NotCapturable(RuntimeError):
 
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotCapturable(f"{name} in a recording")
+        raise NotCapturable(f"{name} in a graph")
 
     return refuse
 
@@ -56,7 +56,7 @@ class _Elsewhere:
     def get(self) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
-            raise AssertionError("a recording reads memory that was freed")
+            raise AssertionError("a graph reads memory that was freed")
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
 
 
@@ -70,7 +70,7 @@ class TapeGraph(TorchDispatchMode):
         self._open = False
         self.owned: dict[int, torch.Tensor] = {}  # by storage; the whole of it
 
-    # Recording
+    # Capture
 
     def capture_begin(self) -> None:
         """Note from now on."""
@@ -101,9 +101,9 @@ class TapeGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in WAITS:
-            raise NotCapturable(f"{func} in a recording")
+            raise NotCapturable(f"{func} in a graph")
         if func in INDEXING and any(at is not None and at.dtype == torch.bool for at in args[1]):
-            raise NotCapturable("indexing with a mask in a recording")
+            raise NotCapturable("indexing with a mask in a graph")
         written = [at for at in func._schema.arguments if at.alias_info is not None and at.alias_info.is_write]
         if written:
             self._add(func, args, kwargs, None)
@@ -167,8 +167,8 @@ def _given(tree: Any) -> Any:
     return tree_map(lambda x: x.get() if isinstance(x, _Elsewhere) else x, tree)
 
 
-class TapeRecorder:
-    """See the module docstring. `made` are the graphs, those of one recording together."""
+class TapeCapture:
+    """See the module docstring. `made` are the graphs, those of one step together."""
 
     def __init__(self) -> None:
         self.made: list[list[TapeGraph]] = []
@@ -179,38 +179,38 @@ class TapeRecorder:
         yield
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """See `CudaRecorder.recording`."""
+    def capturing(self) -> Iterator[None]:
+        """See `CUDAGraphCapture.capturing`."""
         self.made.append([])
         yield
 
     def begin(self) -> TapeGraph:
-        """See `Recorder.begin`."""
+        """See `CUDAGraphCapture.begin`."""
         graph = _Pooled(self, self.made[-1])
         graph.capture_begin()
         return graph
 
     def end(self, graph: TapeGraph) -> None:
-        """See `Recorder.end`."""
+        """See `CUDAGraphCapture.end`."""
         graph.capture_end()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Recorder.alias`; the tape keeps all memory."""
+        """See `CUDAGraphCapture.alias`; the tape keeps all memory."""
         return tensor.detach()
 
 
 class _Pooled(TapeGraph):
-    """One whose first run in a step spoils what other recordings have left in the pool."""
+    """One whose first run in a step spoils what other steps have left in the pool."""
 
-    def __init__(self, recorder: TapeRecorder, recording: list[TapeGraph]) -> None:
+    def __init__(self, capture: TapeCapture, step: list[TapeGraph]) -> None:
         super().__init__()
-        self._recorder, self._recording = recorder, recording
-        recording.append(self)
+        self._capture, self._step = capture, step
+        step.append(self)
 
     def replay(self) -> None:
         """See `TapeGraph.replay`."""
-        if self is self._recording[0]:
-            for others in self._recorder.made:
+        if self is self._step[0]:
+            for others in self._capture.made:
                 for graph in others:
                     graph.spoil()
         super().replay()

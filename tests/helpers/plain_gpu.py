@@ -1,6 +1,6 @@
-"""A backend with a GPU's recordings and the reference's ops: tests of graphs need no kernels, and see no rounding.
+"""A backend with a GPU's graphs and the reference's ops: tests of graphs need no kernels, and see no rounding.
 
-What the reference works out on the host, attention and states, is here done on the device, as a recording needs it.
+What the reference works out on the host, attention and states, is here done on the device, as a graph needs it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.graphs import GraphOps, splitting_op
 from quire.kernels.reference.attention import visible
 from quire.kernels.reference.backend import ReferenceBackend
-from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.graph_tape import TapeCapture
 
 
 class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
-    """Float32 on tensors in host memory. `recorder` is a tape; None computes everything op by op.
+    """Float32 on tensors in host memory. `capture` is a tape; None computes everything op by op.
 
     `asides` counts calls of ops that follow the step, `whole` those of them that had no lengths to go by.
     """
@@ -27,19 +27,19 @@ class PlainGPU(GraphOps, ArrayOps, ReferenceBackend):
     _compute = torch.float64
     _round_linear_inputs = False
 
-    def __init__(self, recorder: TapeRecorder | None = None, max_graph_tokens: int = 64) -> None:
-        self._given = recorder
+    def __init__(self, capture: TapeCapture | None = None, max_graph_tokens: int = 64) -> None:
+        self._given = capture
         super().__init__("float32", "float32", "cpu", max_cudagraph_capture_size=max_graph_tokens)
         self.asides = self.whole = 0
 
-    def new_recorder(self) -> Any:
+    def new_capture(self) -> Any:
         """The one of the test."""
         return self._given
 
     def _count(self, metadata: AttentionMetadata) -> None:
         self.asides += 1
         self.whole += metadata.lengths is None
-        if metadata.lengths is not None:  # of this step, not of the one that was recorded
+        if metadata.lengths is not None:  # of this step, not of the one that was captured
             assert metadata.seq_lens.tolist() == list(metadata.lengths.seq_lens)
             assert torch.diff(metadata.cu_query_lens).tolist() == list(metadata.lengths.query_lens)
 

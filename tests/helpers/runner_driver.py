@@ -54,7 +54,7 @@ class OneGroup:
 
     def __init__(self, model: Model) -> None:
         self.vocab_size, self.forward, self.compute_logits = model.vocab_size, model.forward, model.compute_logits
-        self.recordable, self.num_token_types, self.classifier = model.recordable, 0, None
+        self.supports_graphs, self.num_token_types, self.classifier = model.supports_graphs, 0, None
         self.ignored_weights: tuple[str, ...] = ()
         self._layers = model.kv_cache_spec().layers
 

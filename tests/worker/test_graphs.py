@@ -1,4 +1,4 @@
-"""Steps of a GPU, padded and recorded, say what the reference says step by step; CUDA is a tape (graph_tape.py)."""
+"""Steps of a GPU, padded and captured, say what the reference says step by step; CUDA is a tape (graph_tape.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.sampling_params import SamplingParams
 from quire.worker.worker import Worker
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engine_driver import EngineDriver, Request
-from tests.helpers.graph_tape import TapeRecorder
+from tests.helpers.graph_tape import TapeCapture
 from tests.helpers.loop_clients import ScriptedClients
 from tests.helpers.plain_gpu import PlainGPU
 from tests.helpers.runner_driver import RunnerDriver
@@ -87,19 +87,19 @@ def story(driver: RunnerDriver, suffix: str = "") -> dict[str, list[int]]:
     ["llama", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_5_text"))],
 )
 def test_recorded_steps_say_what_the_reference_says(folders: dict[str, Path], expected: Any, family: str) -> None:
-    tape = TapeRecorder()
+    tape = TapeCapture()
     backend = PlainGPU(tape)
     driver = runner(folders[family], backend)
     assert story(driver) == expected(family)
     stats = driver.backend.graph_stats()
     assert stats.failed == 0
-    assert stats.recordings == len(tape.made)
+    assert stats.captured == len(tape.made)
     assert {len(graphs) > 1 for graphs in tape.made} == {True, False}, "in pieces and whole"
-    assert stats.graphs > stats.recordings
+    assert stats.graphs > stats.captured
     assert backend.asides > backend.whole > 0
     before = backend.whole
     assert story(driver, "-again") == expected(family)
-    assert backend.whole < 2 * before, "more was recorded"
+    assert backend.whole < 2 * before, "more was captured"
 
 
 def test_without_a_recorder_steps_have_their_exact_sizes(folders: dict[str, Path], expected: Any) -> None:
@@ -107,7 +107,7 @@ def test_without_a_recorder_steps_have_their_exact_sizes(folders: dict[str, Path
     driver = runner(folders["llama"], backend)
     assert story(driver) == expected("llama")
     assert backend.whole == 0, "lengths are known on the host"
-    assert driver.backend.graph_stats().recordings == 0
+    assert driver.backend.graph_stats().captured == 0
 
 
 def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
@@ -120,21 +120,21 @@ def test_an_op_that_cannot_be_recorded_leaves_its_shape_as_it_was(
         return norm(self, x, weight, eps)
 
     monkeypatch.setattr(PlainGPU, "rms_norm", waiting)
-    driver = runner(folders["llama"], PlainGPU(TapeRecorder()))
+    driver = runner(folders["llama"], PlainGPU(TapeCapture()))
     with caplog.at_level(logging.WARNING):
         assert story(driver) == expected("llama")
     stats = driver.backend.graph_stats()
     assert stats.failed == 1
-    assert stats.recordings > 1
-    told = [record.getMessage() for record in caplog.records if "could not be recorded" in record.getMessage()]
+    assert stats.captured > 1
+    told = [record.getMessage() for record in caplog.records if "could not be captured" in record.getMessage()]
     assert len(told) == 1 and "item" in told[0]
 
 
 def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> None:
-    tape = TapeRecorder()
+    tape = TapeCapture()
     driver = runner(folders["lfm2"], PlainGPU(tape))
     graphs = driver.runner.graphs
-    assert not graphs.record_next(), "nothing was seen yet"
+    assert not graphs.capture_next(), "nothing was seen yet"
     names = ("a", "b", "c")
     for name in names:
         driver.add(name, [5, 6], GREEDY)
@@ -143,7 +143,7 @@ def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> N
     caches = [cache.clone() for cache in driver.runner.kv_caches]
     states = [state[:-1].clone() for layer in driver.runner.states.arrays for state in layer]
     made = []
-    while graphs.record_next():
+    while graphs.capture_next():
         made.append(len(tape.made[-1]))
     assert made == [1, 1, 1, 1], "1, 2, 4, and 8 as the next"
     for before, after in zip(caches, driver.runner.kv_caches, strict=True):
@@ -154,8 +154,8 @@ def test_idle_times_record_what_is_likely_to_come(folders: dict[str, Path]) -> N
     assert len(tape.made) == len(made), "it was there already"
 
 
-def on_recorder(tape: TapeRecorder) -> Callable[[EngineConfig, ModelInfo], Executor]:
-    """Return what makes an executor whose steps are recorded on `tape`."""
+def on_tape(tape: TapeCapture) -> Callable[[EngineConfig, ModelInfo], Executor]:
+    """Return what makes an executor whose steps are captured on `tape`."""
     return lambda config, info: InlineExecutor(Worker(config, info, lambda config: PlainGPU(tape)))
 
 
@@ -176,9 +176,9 @@ def test_an_engine_with_recorded_steps(folders: dict[str, Path], lora: bool) -> 
     options = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24, "enable_lora": lora}
     types = {"dtype": "float32", "kv_cache_dtype": "float32"}
     expected = ask(EngineDriver(folders["llama"], "reference", **types, **options))
-    tape = TapeRecorder()
-    recorded = EngineDriver(folders["llama"], "reference", on_recorder(tape), **types, **options)
-    assert ask(recorded) == expected
+    tape = TapeCapture()
+    captured = EngineDriver(folders["llama"], "reference", on_tape(tape), **types, **options)
+    assert ask(captured) == expected
     assert len(tape.made) > 3
 
 

@@ -58,12 +58,12 @@ class AttentionMetadata:
             part of the step) starts from zeros, whatever is there.
         token_types: int64 [T], 0 or 1, for encoders that mark the two texts of a pair; None for other models.
         inputs_embeds: rows that replace those of the embedding table; None where there are none.
-        lengths: cu_query_lens and seq_lens on the host; None where a recording must hold for other steps.
+        lengths: cu_query_lens and seq_lens on the host; None where a graph must hold for other steps.
         single: each sequence has exactly one token, so that row s is that of sequence s.
         plans: what a backend computes once for all layers, of any group.
 
-    Entries of a block table for positions that no query of the step sees may be any block of the pool. A recording may
-    be padded: rows at the end belong to no sequence, have slots of -1, where nothing is written, and get any result;
+    Entries of a block table for positions that no query of the step sees may be any block of the pool. A graph may be
+    padded: rows at the end belong to no sequence, have slots of -1, where nothing is written, and get any result;
     sequences at the end have a seq_len of 0 and, unless `single`, no row.
     """
 
@@ -424,7 +424,7 @@ class LoRAOps(Protocol):
         """Pack what an adapter changes in one part, for `lora`, or with `lookup` for `lora_embedding`."""
 
     def set_lora(self, slots: Any, slot: int, parts: Sequence[Any]) -> None:
-        """Put the result of `pack_lora`, or None, for each part into a slot; recordings that use the slot see it."""
+        """Put the result of `pack_lora`, or None, for each part into a slot; graphs that use the slot see it."""
 
     def lora(self, y: Array, x: Array, slots: Any, rows: LoRARows) -> None:
         """In place: y[t] += B A x[t] for rows with an adapter, part by part; or y[t] = W x[t] where it has a whole W.
@@ -749,7 +749,7 @@ class MemoryOps(Protocol):
 
 
 class GraphOps(ArrayOps, Protocol):
-    """Recorded steps, and events that measure the time between points of the device's work.
+    """Graphs of steps, and events that measure the time between points of the device's work.
 
     The defaults are those of a device whose ops are done when they return, and that gains nothing by padding.
 

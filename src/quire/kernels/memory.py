@@ -22,7 +22,7 @@ class DeviceMemory:
 
     Attributes:
         total: the bytes of which `gpu_memory_utilization` is a share: free memory on a host, all memory on a GPU.
-        used: the part of `total` that is not available: weights, libraries, memory for recordings, other processes.
+        used: the part of `total` that is not available: weights, libraries, memory for graphs, other processes.
         step: the most that a step takes in addition, if that was measured; None if it is computed from shapes.
     """
 

@@ -1,4 +1,4 @@
-"""How a step reaches a backend: its shape, its inputs. What is recorded, and how, is each backend's own business."""
+"""How a step reaches a backend: its shape, its inputs. What becomes a graph, and how, is the backend's business."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class StepShape(NamedTuple):
     """A step's size as a backend computes it, no part of it smaller than requested.
 
     tokens, sequences, rows: flat tokens, sequences, rows to sample; what is more than the step has is padding, see
-    `AttentionMetadata`. graph_mode: "none": computed op by op, in exact sizes; "full": as one recording; "piecewise":
-    as recordings of what lies between the ops that depend on how tokens belong to sequences, so that only `tokens` and
-    `rows` matter.
+    `AttentionMetadata`. graph_mode: "none": computed op by op, in exact sizes; "full": as one graph; "piecewise": as
+    graphs of what lies between the ops that depend on how tokens belong to sequences, so that only `tokens` and `rows`
+    matter.
     """
 
     tokens: int

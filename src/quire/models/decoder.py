@@ -388,7 +388,7 @@ class Decoder:
     head.
     """
 
-    recordable = True
+    supports_graphs = True
 
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int, options: DecoderOptions) -> None:
         """Read every tensor from `builder`, in file order where possible, and pack it at once.

@@ -31,10 +31,10 @@ _numbers = itertools.count()  # number the attention functions, which transforme
 
 
 class TransformersForCausalLM:
-    """transformers' model on our cache and linear ops. Steps cannot be recorded, as PyTorch computes a part of them."""
+    """transformers' model on our cache and linear ops. Steps are no graphs, as PyTorch computes a part of them."""
 
     ignored_weights: tuple[str, ...] = ("",)  # transformers reads the files itself
-    recordable = False
+    supports_graphs = False
     num_token_types = 0
     classifier = None
 

@@ -35,7 +35,7 @@ class Model(Protocol):
     Attributes:
         ignored_weights: regular expressions for tensors that some files hold and the model does not use.
         vocab_size: columns of the logits.
-        recordable: whether steps consist of backend ops only, so that they can be recorded (`Backend.graph`).
+        supports_graphs: whether steps consist of backend ops only, so that `Backend.graph` can repeat them.
         num_token_types: rows of the table of token types that encoders for pairs of texts have; 0 for other models.
         position_axes (optional, 1 by default): axes of positions, 3 where rotations go by time, height and width.
         classifier: pooled hidden states [R, H] -> logits of classes [R, N]; None for models without such a head.
@@ -43,7 +43,7 @@ class Model(Protocol):
 
     ignored_weights: tuple[str, ...]
     vocab_size: int
-    recordable: bool
+    supports_graphs: bool
     num_token_types: int
     classifier: Callable[[Array], Array] | None
 

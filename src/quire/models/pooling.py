@@ -30,7 +30,7 @@ class PoolingModel:
         assert info.pooling is not None
         self.spec: PoolingSpec = info.pooling
         self.body, self.causal = body, info.causal
-        self.vocab_size, self.recordable = body.vocab_size, body.recordable
+        self.vocab_size, self.supports_graphs = body.vocab_size, body.supports_graphs
         self.num_token_types, self.classifier = body.num_token_types, body.classifier
         self.ignored_weights = (*body.ignored_weights, r"^(lm_head|embed_out|score)\.")  # output heads are not used
         self._steps: list[Callable[[Array], Array]] = []

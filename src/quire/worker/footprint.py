@@ -83,7 +83,7 @@ class StepBytes:
     """What steps take beside weights and KV cache.
 
     Attributes:
-        activations: the arena of recorded steps: hidden states, logits, and all between.
+        activations: the arena of programs: hidden states, logits, and all between.
         inputs: tokens, block tables and options of the sequences.
         sampling: keys of the tokens that are drawn among. programs: recorded instructions. threads: their own memory.
         states: of all sequences that may run, in layers that keep one.
@@ -212,7 +212,7 @@ class Footprint:
         assumed to read and multiply all of its weights for every token.
         """
         backend, caches = self._backend, self._caches(block_size)
-        if not self._model.recordable:
+        if not self._model.supports_graphs:
             pair_flops = sum(4.0 * self._info.num_attention_heads * layer.head_size for layer in self.spec.layers)
             return StepWork(Work(self.weights, 2.0 * backend.num_elements), Work(0, 0.0), pair_flops)
         states = SequenceStates(self.spec, cast(Backend, backend), 1)

@@ -1,8 +1,8 @@
-"""`StepGraphs`: the forward pass of a step, recorded once for each shape of batch and replayed without Python.
+"""`StepGraphs`: the forward pass of a step, captured once for each shape of batch and replayed without Python.
 
 A step's shape is its number of tokens, sequences and rows of logits; a backend may round them up, and the rest is
 padding (see `AttentionMetadata`). What differs between steps of one shape is copied into arrays that stay where they
-are. How a recording is replayed is the backend's business (`Backend.graph`); one that gains nothing by it just
+are. How a graph is captured and replayed is the backend's business (`Backend.graph`); one that gains nothing by it just
 computes. Beside it stand the buffers of the forward pass: states of sequences, and the slots of LoRA adapters.
 """
 
@@ -36,15 +36,15 @@ from quire.worker.input_batch import StepInputs
 
 PROMPT_LOGPROB_ROWS = 128  # logits of prompt positions are computed in chunks, to bound their memory
 WARM_UP_TOKENS = 2  # of the first step, which no scheduler has planned
-RECORDED_AFTER = 2  # steps of a size, where computing the first one op by op is worth it
-MAX_GRAPHS = 96  # recorded shapes; decode batches of every size up to this one find theirs
+CAPTURED_AFTER = 2  # steps of a size, where computing the first one op by op is worth it
+MAX_GRAPHS = 96  # one a shape; decode batches of every size up to this one find theirs
 
 # Hidden states [T, H], None unless requested; logits [R, V] and `Backend.rows_finite` of them, None without any rows.
 ForwardOutput = tuple[Array | None, Array | None, Array | None]
 
 
 class Shape(NamedTuple):
-    """What steps of one recording have in common.
+    """What steps of one graph have in common.
 
     Attributes:
         all_hidden: all hidden states are requested. adapted: some row has an adapter. replaced: some embedding is.
@@ -63,7 +63,7 @@ class StepGraphs:
     the hidden states are those of `logits_indices`, unless all are requested. `states` are those of `SequenceStates`.
     `lora` are the slots in which the model's layers have registered.
     With an `offload` of the last layers, steps with layerwise blocks are computed op by op, since its copies cannot be
-    recorded.
+    captured.
 
     Attributes:
         last_tokens: int64 [max_num_seqs + max_tokens]: the last sampled token of each row of the batch, which the host
@@ -90,7 +90,7 @@ class StepGraphs:
         self._num_groups = 1 + max((cache.group for cache in kv_caches), default=0)
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
         self._lora, self._stager = lora, backend.stager()
-        self._recordable = model.recordable
+        self._supports_graphs = model.supports_graphs
         self._input_ids = backend.zeros((max_tokens,), "int64")
         self.last_tokens = backend.zeros((max_num_seqs + max_tokens,), "int64")
         self._sources = backend.zeros((max_tokens,), "int64")
@@ -132,25 +132,25 @@ class StepGraphs:
             logits, finite = (None if x is None else x[:rows] for x in (logits, finite))
         return hidden, logits, finite
 
-    def record_next(self) -> bool:
-        """Compute and record one step of padding, of a size that is likely to occur; return whether there was any.
+    def capture_next(self) -> bool:
+        """Compute and capture one step of padding, of a size that is likely to occur; return whether there was any.
 
         No more than one, so that a request that arrives meanwhile does not wait for several. It writes no KV.
         """
-        batch = self._warm_up.next_size() if self._recordable else None
+        batch = self._warm_up.next_size() if self._supports_graphs else None
         if batch is None:
             return False
         size = self._size(batch, batch, batch)
         inputs = dummy_inputs(self._num_groups, 0, 0, self._max_num_seqs)
         shape = self._stage(inputs, size)
-        for _ in range(RECORDED_AFTER):
+        for _ in range(CAPTURED_AFTER):
             self._compute(shape, 0, None)
         self._warm_up.done(size)
         return True
 
     def compile_ahead(self) -> int:
         """Compile the model's kernels in parallel, for steps of every kind; return how many. Before the first step."""
-        return self._backend.compile_ahead(self.launch_all) if self._recordable else 0
+        return self._backend.compile_ahead(self.launch_all) if self._supports_graphs else 0
 
     def launch_all(self) -> None:
         """Launch the kernels of a step of each kind, op by op, on dummy values."""
@@ -180,7 +180,7 @@ class StepGraphs:
         backend.sample(logits, SamplingOptions(chances, np.full(size, 2), chances, chances), chances)
 
     def _size(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        if not self._recordable:
+        if not self._supports_graphs:
             return StepShape(tokens, sequences, rows, "none")
         return self._backend.step_shape(tokens, sequences, rows).within(self._max_tokens, self._max_num_seqs)
 
@@ -300,7 +300,7 @@ class StepGraphs:
 
 
 class GraphWarmUp:
-    """Chooses batch sizes of decoding to record before they occur: all up to the largest so far, and the next one."""
+    """Chooses batch sizes of decoding to capture before they occur: all up to the largest so far, and the next one."""
 
     def __init__(self, backend: Backend, max_num_seqs: int) -> None:
         self._backend, self._most = backend, max_num_seqs
@@ -314,18 +314,18 @@ class GraphWarmUp:
             self._times[size.tokens] = self._times.get(size.tokens, 0) + 1
 
     def done(self, size: StepShape) -> None:
-        """Count a size as recorded."""
-        self._times[size.tokens] = RECORDED_AFTER
+        """Count a size as captured."""
+        self._times[size.tokens] = CAPTURED_AFTER
 
     def next_size(self) -> int | None:
-        """Return a size that was not recorded yet, smallest first; None if there is none."""
+        """Return a size that was not captured yet, smallest first; None if there is none."""
         batch = 1
         while self._widest and batch <= self._most:
             size = self._backend.step_shape(batch, batch, batch)
             tokens = min(size.tokens, self._most)
             if size.graph_mode != "full":
                 return None
-            if self._times.get(tokens, 0) < RECORDED_AFTER:
+            if self._times.get(tokens, 0) < CAPTURED_AFTER:
                 return tokens
             if tokens > self._widest:
                 return None

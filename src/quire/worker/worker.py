@@ -217,7 +217,7 @@ class Worker:
         return self.runner.submit(plan)
 
     def idle(self) -> bool:
-        return self.runner is not None and self.runner.graphs.record_next()
+        return self.runner is not None and self.runner.graphs.capture_next()
 
     def sleep(self, level: int) -> int:
         """Free the KV cache and all buffers of steps, at level 2 also the weights; return how many bytes."""

@@ -20,7 +20,7 @@ def backend_of(act: str, kv_dtype: str, capability: tuple[int, int], **options: 
 
 
 def step(sequences: int, queries: int, max_blocks: int) -> AttentionMetadata:
-    """Return a recording's metadata: of single tokens, or of so many rows for each sequence."""
+    """Return a graph's metadata: of single tokens, or of so many rows for each sequence."""
     ids = torch.arange(sequences + 1, dtype=torch.int32)
     tables = torch.zeros(sequences, max_blocks, dtype=torch.int32)
     slots = torch.zeros(sequences * queries, dtype=torch.int64)

@@ -82,7 +82,7 @@ def model_of(name: str, backend: GPUBackend) -> Any:
 
 
 def decode(model: Any, backend: GPUBackend, tokens: int) -> list[str]:
-    """Run a step of one token for each of so many sequences, as it is recorded; return what it launches."""
+    """Run a step of one token for each of so many sequences, as it is captured; return what it launches."""
     spec = model.kv_cache_spec().layers
     blocks = CONTEXT // 16
     caches = [LayerCache(backend.new_kv_cache(blocks, 16, layer.num_kv_heads, layer.head_size), 0) for layer in spec]

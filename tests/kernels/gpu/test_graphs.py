@@ -1,4 +1,4 @@
-"""Recordings by themselves: shapes, inputs on their way, pieces, and the tape that stands in for CUDA elsewhere."""
+"""Graphs by themselves: shapes, inputs on their way, pieces, and the tape that stands in for CUDA elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.graphs import CaptureSizes, GraphOps, decode_sizes, splitting_op, token_sizes
 from quire.kernels.gpu.step_staging import PackedStager
 from quire.kernels.steps import DirectStager
-from tests.helpers.graph_tape import NotCapturable, TapeRecorder
+from tests.helpers.graph_tape import NotCapturable, TapeCapture
 from tests.kernels.gpu.common import DEVICE
 
 
@@ -67,12 +67,12 @@ SHAPES = [((9,), torch.int64), ((5,), torch.int32), ((2, 2600), torch.int64), ((
 class Toy(GraphOps, ArrayOps):
     """A backend of one op: sums of each sequence's numbers, to each of its rows."""
 
-    def __init__(self, recorder: Any) -> None:
-        self._given = recorder
+    def __init__(self, capture: Any) -> None:
+        self._given = capture
         super().__init__("float32", "float32", DEVICE)
         self.calls = 0
 
-    def new_recorder(self) -> Any:
+    def new_capture(self) -> Any:
         return self._given
 
     @splitting_op(lambda self, x, state, metadata: tuple(x.shape))
@@ -96,16 +96,16 @@ def metadata(*counts: int) -> AttentionMetadata:
     return AttentionMetadata(cu, empty[:, 0], empty, slots, further=further, lengths=StepLengths(lens, lens))
 
 
-def new_recorder() -> Any:
+def new_capture() -> Any:
     if DEVICE == "cpu":
-        return TapeRecorder()
-    from quire.kernels.gpu.graphs import CudaRecorder
+        return TapeCapture()
+    from quire.kernels.gpu.graphs import CUDAGraphCapture
 
-    return CudaRecorder(torch.device(DEVICE))
+    return CUDAGraphCapture(torch.device(DEVICE))
 
 
 def test_pieces_go_by_the_metadata_of_each_step() -> None:
-    toy = Toy(new_recorder())
+    toy = Toy(new_capture())
     x, state = (torch.zeros(size, device=DEVICE) for size in ((6, 3), (4,)))
 
     def build(step: AttentionMetadata) -> tuple[torch.Tensor, ...]:
@@ -121,18 +121,18 @@ def test_pieces_go_by_the_metadata_of_each_step() -> None:
         state.copy_(before)
         toy.calls = 0
         found = run(metadata(*counts))[0]
-        assert toy.calls == 2, "each op ran once, recording or not"
+        assert toy.calls == 2, "each op ran once, captured or not"
         assert torch.equal(found[: sum(counts)], expected[: sum(counts)])
         assert torch.equal(state, after)
     stats = toy.graph_stats()
-    assert (stats.recordings, stats.graphs, stats.failed) == (1, 3, 0)
+    assert (stats.captured, stats.graphs, stats.failed) == (1, 3, 0)
     assert isinstance(run(metadata(6))[0], torch.Tensor)
     del run, build
-    assert toy.graph_stats().recordings == 0, "nothing else holds it"
+    assert toy.graph_stats().captured == 0, "nothing else holds it"
 
 
-def test_a_whole_recording_reads_what_is_there_each_time() -> None:
-    toy = Toy(new_recorder())
+def test_a_full_graph_reads_what_is_there_each_time() -> None:
+    toy = Toy(new_capture())
     x, seen = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
 
     def build() -> tuple[torch.Tensor | None, ...]:
@@ -150,28 +150,28 @@ def test_a_whole_recording_reads_what_is_there_each_time() -> None:
 
 
 def test_what_fails_while_it_is_recorded_goes_on_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
-    toy = Toy(new_recorder())
+    toy = Toy(new_capture())
     x = torch.ones(4, device=DEVICE)
     bad = toy.graph(lambda: (x * float(x.sum().item()),))
     for number in range(4):
         x.fill_(number)
         assert bad()[0].tolist() == [number * number * 4.0] * 4
-    assert len([record for record in caplog.records if "could not be recorded" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "could not be captured" in record.getMessage()]) == 1
     good = toy.graph(lambda: (x + 1,))
     for number in range(4):
         x.fill_(number)
         assert good()[0].tolist() == [number + 1.0] * 4
-    assert (toy.graph_stats().recordings, toy.graph_stats().failed) == (1, 1)
+    assert (toy.graph_stats().captured, toy.graph_stats().failed) == (1, 1)
 
 
 def taped(build: Callable[[], Any]) -> Callable[[], Any]:
-    recorder = TapeRecorder()
-    with recorder.recording():
-        graph = recorder.begin()
+    capture = TapeCapture()
+    with capture.capturing():
+        graph = capture.begin()
         try:
             result = build()
         finally:
-            recorder.end(graph)
+            capture.end(graph)
 
     def run() -> Any:
         graph.replay()
@@ -245,13 +245,13 @@ with pretend_gpu() as compiled:
 
 
 @pytest.mark.gpu
-def test_outputs_of_recordings_share_memory() -> None:
-    toy = Toy(new_recorder())
+def test_outputs_of_graphs_share_memory() -> None:
+    toy = Toy(new_capture())
     x = torch.ones(1 << 20, device=DEVICE)
     runs = [toy.graph(lambda factor=factor: ((x * factor),)) for factor in range(8)]
     for _ in range(3):
         for factor, run in enumerate(runs):
             assert run()[0][0].item() == factor
     torch.cuda.synchronize()
-    assert toy.graph_stats().recordings == 8
+    assert toy.graph_stats().captured == 8
     assert len({run()[0].data_ptr() for run in runs}) < 8

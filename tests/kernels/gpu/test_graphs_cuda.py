@@ -1,4 +1,4 @@
-"""What is asked of torch for CUDA graphs, on a torch.cuda that only keeps its rules: see the recordings' own tests."""
+"""What is asked of torch for CUDA graphs, on a torch.cuda that only keeps its rules: see the graphs' own tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.gpu.graphs import CudaRecorder
+from quire.kernels.gpu.graphs import CUDAGraphCapture
 
 
 class FakeCuda:
@@ -61,7 +61,7 @@ class FakeCuda:
 
         def end_allocate(device: int, pool: int) -> None:
             if pool not in self.underway:
-                raise RuntimeError("not recording")
+                raise RuntimeError("not capturing")
             self.underway.remove(pool)
 
         for name, value in {
@@ -77,37 +77,37 @@ class FakeCuda:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocate, raising=False)
 
 
-def record(recorder: CudaRecorder) -> Any:
-    with recorder.recording():
-        graph = recorder.begin()
-        recorder.end(graph)
+def capture(owner: CUDAGraphCapture) -> Any:
+    with owner.capturing():
+        graph = owner.begin()
+        owner.end(graph)
     return graph
 
 
 def test_graphs_share_a_pool_as_long_as_one_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = CudaRecorder(torch.device("cuda"))
-    graphs = [record(recorder) for _ in range(3)]
+    owner = CUDAGraphCapture(torch.device("cuda"))
+    graphs = [capture(owner) for _ in range(3)]
     assert len({graph.pool for graph in graphs}) == 1
     first = graphs[0].pool
     del graphs[:2]
     gc.collect()
-    graphs.append(record(recorder))
+    graphs.append(capture(owner))
     assert graphs[-1].pool == first
     graphs.clear()  # as when an engine sleeps
     gc.collect()
     assert cuda.users[first] == 0
-    assert record(recorder).pool != first
+    assert capture(owner).pool != first
 
 
 def test_a_capture_that_broke_off_is_over_for_the_allocator_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = CudaRecorder(torch.device("cuda"))
-    kept = record(recorder)
+    owner = CUDAGraphCapture(torch.device("cuda"))
+    kept = capture(owner)
     cuda.breaks = True
     with pytest.raises(RuntimeError, match="broken off"):
-        record(recorder)
+        capture(owner)
     gc.collect()
     assert not cuda.underway and not cuda.capturing and gc.isenabled()
     cuda.breaks = False
-    assert record(recorder).pool != kept.pool
+    assert capture(owner).pool != kept.pool

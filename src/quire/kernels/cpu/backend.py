@@ -167,7 +167,7 @@ class CPUBackend(HostMemory, Backend):
         target[...] = values
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Record a program, see threads.py."""
+        """Record the program that repeats it, see threads.py."""
         self._last_maxima = None
         with self._launcher.record() as made:
             recorded = build()

@@ -43,7 +43,7 @@ class AttentionOps(ArrayOps):
 
     def _describe_attention(self) -> str:
         if self._flashinfer is not None:
-            return "FlashInfer's kernels in steps that are not recorded, Triton's for what these lack (as asked)"
+            return "FlashInfer's kernels in steps that are not captured, Triton's for what these lack (as asked)"
         if self._torch_from:
             why = "as asked" if self.attention_backend == "torch" else "the default on a GPU"
             return f"PyTorch's kernels for prompts of {self._torch_from} tokens or more that begin in a step, " + (

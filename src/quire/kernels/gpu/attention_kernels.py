@@ -4,7 +4,7 @@ A *tile* is BM rows: BQ queries of a sequence times the query heads of one KV he
 program goes through the keys that its tile sees, BN at a time, with the softmax kept up to date as it goes (Dao 2023,
 FlashAttention-2, algorithm 1). Where there are few tiles their keys are split among programs, each of which computes
 its own share from the sequence's length; what they find is joined by a second kernel (Dao et al. 2023, Flash-Decoding).
-So nothing here depends on lengths that the host would have to know, and a launch can be recorded and run again.
+So nothing here depends on lengths that the host would have to know, and a launch can be captured and replayed.
 
 Logits are kept times log2(e), for exp2. Keys outside of what a tile sees are not loaded at all: they may be anything.
 """

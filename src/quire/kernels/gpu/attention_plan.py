@@ -1,6 +1,6 @@
 """What attention kernels are launched with: tiles, stages, and into how many shares keys are split.
 
-All of it follows from shapes and types, and nothing from what is in a step's arrays, so that it holds for recordings.
+All of it follows from shapes and types, and nothing from what is in a step's arrays, so that it holds for graphs.
 """
 
 from __future__ import annotations

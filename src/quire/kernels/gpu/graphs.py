@@ -34,14 +34,14 @@ from quire.kernels.gpu.step_staging import PackedStager
 from quire.kernels.steps import Stager, StepShape
 from quire.version import __version__
 
-# Steps of so many tokens and rows are recorded piecewise. A quarter of padding costs less than an op by itself does.
+# Steps of so many tokens and rows are captured piecewise. A quarter of padding costs less than an op by itself does.
 _TOKENS: Final = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _ROWS: Final = (0, 8, 32, 64, 128)
 _FINE, _COARSE = 128, 256  # steps of both ladders where they go on
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Return the batch sizes that are recorded, up to `most`, which is one of them.
+    """Return the batch sizes that are captured, up to `most`, which is one of them.
 
     Small ones are close to each other, since there every row counts; from 16 on they are multiples of 8, as products
     of matrices want them, and above 256 of 16.
@@ -51,13 +51,13 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens of other steps that are recorded, up to `most`, which is one of them."""
+    """Return the numbers of tokens of other steps that are captured, up to `most`, which is one of them."""
     sizes = [*_TOKENS, *range(_TOKENS[-1] + _FINE, most + _FINE, _FINE)]
     return [*(size for size in sizes if size < most), most]
 
 
 class CaptureSizes:
-    """Rounds steps of up to `most` tokens up to sizes that are recorded."""
+    """Rounds steps of up to `most` tokens up to sizes that are captured."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -80,7 +80,7 @@ Shape = Callable[..., tuple[int, ...]]
 
 
 def splitting_op(shape: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark an op, a method of a backend's group: piecewise recordings run it with the metadata of each step.
+    """Mark an op, a method of a backend's group: piecewise graphs run it with the metadata of each step.
 
     Of the op: it takes an `AttentionMetadata` named `metadata`, and tensors, and returns one new tensor of `act`, whose
     shape is `shape(self, *the same arguments)`. If it has a parameter `out`, it may write the result there and return
@@ -137,33 +137,33 @@ class _EagerCall:
 
 
 class PiecewiseGraph:
-    """A piecewise recording, in the making and afterwards. `metadata` is that of the step that is recorded."""
+    """A piecewise graph, in the making and afterwards. `metadata` is that of the step that is captured."""
 
-    def __init__(self, recorder: CudaRecorder, metadata: AttentionMetadata) -> None:
-        self._recorder, self._metadata = recorder, metadata
+    def __init__(self, capture: CUDAGraphCapture, metadata: AttentionMetadata) -> None:
+        self._capture, self._metadata = capture, metadata
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.calls: list[_EagerCall] = []
         self._open: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         """Begin the next piece."""
-        self._open = self._recorder.begin()
+        self._open = self._capture.begin()
 
     def end(self) -> None:
         """End the piece, if there is one that has begun; also after an error."""
         graph, self._open = self._open, None
         if graph is not None:
-            self._recorder.end(graph)
+            self._capture.end(graph)
             self.graphs.append(graph)
 
     def finish(self) -> None:
-        """Let go of what only recording needed."""
+        """Let go of what only the capture needed."""
         del self._metadata
 
     def kept(self, value: Any) -> Any:
         """Return an argument as it is noted: aliases in the place of tensors, also of those in a tuple."""
         if isinstance(value, torch.Tensor):
-            return self._recorder.alias(value)
+            return self._capture.alias(value)
         if type(value) is tuple:
             return tuple(self.kept(item) for item in value)
         return None if isinstance(value, AttentionMetadata) else value
@@ -223,7 +223,7 @@ def end_broken_capture(pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-class CudaRecorder:
+class CUDAGraphCapture:
     """Makes CUDA graphs on one device, which share one pool of memory; captures restrict their own thread only."""
 
     def __init__(self, device: torch.device) -> None:
@@ -243,7 +243,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Be ready to capture: on the stream for it, with no garbage collected, which might call the driver.
 
         A pool ends with its last graph: torch takes no more captures for it then.
@@ -290,7 +290,7 @@ class CudaRecorder:
 logger = logging.getLogger(__name__)
 
 
-class Recording:
+class CUDAGraphWrapper:
     """A step of one shape, called with its metadata if it is piecewise."""
 
     def __init__(self, owner: GraphOps, build: Callable[..., Arrays], piecewise: bool) -> None:
@@ -302,38 +302,38 @@ class Recording:
         self.failed = False
 
     def __call__(self, *metadata: AttentionMetadata) -> Arrays:
-        """Compute a step, in this or that way; what is returned is overwritten by the next recording that runs."""
+        """Compute a step, in this or that way; what is returned is overwritten by the next graph that runs."""
         if self._run is not None:
             self._run(*metadata)
             return self._outputs
         self._calls += 1
-        recorder = self._owner.recorder
-        if recorder is None or self.failed or self._calls == 1:
+        capture = self._owner.capture
+        if capture is None or self.failed or self._calls == 1:
             return self._build(*metadata)
-        with recorder.aside():
+        with capture.aside():
             outputs = self._build(*metadata)
         try:
-            with recorder.recording():
-                self._record(recorder, *metadata)
+            with capture.capturing():
+                self._capture_step(capture, *metadata)
         except (RuntimeError, TritonError) as error:
             self.failed, self.graphs = True, []
-            logger.warning("a step could not be recorded and stays slower than it might be: %s", _cause(error))
+            logger.warning("a step could not be captured and stays slower than it might be: %s", _cause(error))
         return outputs
 
-    def _record(self, recorder: Any, *metadata: AttentionMetadata) -> None:
+    def _capture_step(self, capture: Any, *metadata: AttentionMetadata) -> None:
         if self._piecewise:
-            self._record_piecewise(recorder, metadata[0])
+            self._capture_piecewise(capture, metadata[0])
             return
-        graph = recorder.begin()
+        graph = capture.begin()
         try:
             outputs = self._build()
         finally:
-            recorder.end(graph)
-        self._outputs = _aliases(recorder, outputs)
+            capture.end(graph)
+        self._outputs = _aliases(capture, outputs)
         self.graphs, self._run = [graph], graph.replay
 
-    def _record_piecewise(self, recorder: Any, metadata: AttentionMetadata) -> None:
-        pieces = PiecewiseGraph(recorder, metadata)
+    def _capture_piecewise(self, capture: Any, metadata: AttentionMetadata) -> None:
+        pieces = PiecewiseGraph(capture, metadata)
         self._owner.pieces = pieces
         pieces.begin()
         try:
@@ -342,7 +342,7 @@ class Recording:
             self._owner.pieces = None
             pieces.end()
         pieces.finish()
-        self._outputs = _aliases(recorder, outputs)
+        self._outputs = _aliases(capture, outputs)
         self.graphs, self._run = pieces.graphs, pieces.run
 
 
@@ -353,25 +353,25 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _aliases(recorder: Any, outputs: Arrays) -> Arrays:
-    """Return the outputs of a recording without keeping their memory from the recordings to come."""
-    return tuple(None if output is None else recorder.alias(output) for output in outputs)
+def _aliases(capture: Any, outputs: Arrays) -> Arrays:
+    """Return the outputs of a graph without keeping their memory from the graphs to come."""
+    return tuple(None if output is None else capture.alias(output) for output in outputs)
 
 
 class GraphStats(NamedTuple):
-    """Steps that are recorded, the graphs that they consist of (full ones of one each), and steps that could not be."""
+    """Steps that are captured, the graphs that they consist of (full ones of one each), and steps that could not be."""
 
-    recordings: int
+    captured: int
     graphs: int
     failed: int
 
 
 class GraphOps(ArrayOps):
-    """Recordings.
+    """CUDA graphs.
 
     Attributes:
-        recorder: makes them, see `new_recorder`; None with `enforce_eager`, and in Triton's interpreter.
-        pieces: the piecewise recording that is being made, or None.
+        capture: makes them, see `new_capture`; None with `enforce_eager`, and in Triton's interpreter.
+        pieces: the piecewise graph that is being captured, or None.
     """
 
     pads = True
@@ -379,13 +379,13 @@ class GraphOps(ArrayOps):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recorder: Any = None if self.enforce_eager else self.new_recorder()
+        self.capture: Any = None if self.enforce_eager else self.new_capture()
         self._capture_sizes = CaptureSizes(self.max_cudagraph_capture_size)
-        self._recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
 
-    def new_recorder(self) -> Any:
+    def new_capture(self) -> Any:
         """Return what makes graphs on this device; None if nothing does."""
-        return CudaRecorder(self.device) if self.device.type == "cuda" else None
+        return CUDAGraphCapture(self.device) if self.device.type == "cuda" else None
 
     def compile_ahead(self, steps: Callable[[], None]) -> int:
         if interpreted():
@@ -403,7 +403,7 @@ class GraphOps(ArrayOps):
         return marker(__version__, self.arithmetic, self.dtype, self.kv_dtype, str(self.quantization))
 
     def step_shape(self, tokens: int, sequences: int, rows: int) -> StepShape:
-        if self.recorder is None:
+        if self.capture is None:
             return StepShape(tokens, sequences, rows, "none")
         return self._capture_sizes.up(tokens, sequences, rows)
 
@@ -411,21 +411,21 @@ class GraphOps(ArrayOps):
         return PackedStager(self.device)
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        return self._recording(build, False)
+        return self._wrapper(build, False)
 
     def piecewise_graph(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        return self._recording(build, True)
+        return self._wrapper(build, True)
 
-    def _recording(self, build: Callable[..., Arrays], piecewise: bool) -> Recording:
-        made = Recording(self, build, piecewise)
-        self._recordings.add(made)
+    def _wrapper(self, build: Callable[..., Arrays], piecewise: bool) -> CUDAGraphWrapper:
+        made = CUDAGraphWrapper(self, build, piecewise)
+        self._wrappers.add(made)
         return made
 
     def graph_stats(self) -> GraphStats:
-        """Count the recordings that exist."""
-        made = list(self._recordings)
+        """Count the graphs that exist."""
+        made = list(self._wrappers)
         return GraphStats(
-            recordings=sum(bool(one.graphs) for one in made),
+            captured=sum(bool(one.graphs) for one in made),
             graphs=sum(len(one.graphs) for one in made),
             failed=sum(one.failed for one in made),
         )

@@ -235,7 +235,7 @@ class PackedLoRA:
 
 @dataclass(slots=True, eq=False)
 class LoRASlots:
-    """One layer's slots: table int64 [slots, parts, FIELDS], which recordings read; `adapters` keeps what it points to.
+    """One layer's slots: table int64 [slots, parts, FIELDS], which graphs read; `adapters` keeps what it points to.
 
     sizes: columns of y of each part. tiles: int32 [*, 3], pieces of parts: part, column of it, column of y. rank: the
     largest, padded. widest: see `Backend.new_lora_slots`.

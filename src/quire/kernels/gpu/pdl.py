@@ -7,7 +7,7 @@ since its programs have waited as well. Hence the rule that every program of suc
 nothing to do, and that only weights are read before, which no kernel of a step writes. A kernel launched in the
 ordinary way after such a one waits for all of it, as ever.
 
-In a recording the two are joined by an edge of that kind. It is off unless the stored choices of the chip say {"pdl":
+In a CUDA graph the two are joined by an edge of that kind. It is off unless the stored choices of the chip say {"pdl":
 {"all": {"on": 1}}}, see `tuned_configs.py`.
 """
 

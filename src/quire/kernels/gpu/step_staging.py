@@ -1,7 +1,7 @@
 """The inputs of a step on their way to the device: one copy of one buffer, and one kernel that puts all in its place.
 
 Everything travels as int32, packed without gaps: of block tables only the columns that are used. The kernel writes it
-where recordings read it, in the type it has there, and fills what is padded. Before the numbers lie, for each segment,
+where graphs read it, in the type it has there, and fills what is padded. Before the numbers lie, for each segment,
 eight int64 that say where it goes. Bound by nothing but the two launches: some ten kB a step cross the bus.
 """
 

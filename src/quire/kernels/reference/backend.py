@@ -192,7 +192,7 @@ class ReferenceBackend(HostMemory, Backend):
         target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """Return `build`: nothing is recorded."""
+        """Return `build`, which is called each time."""
         return build
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
