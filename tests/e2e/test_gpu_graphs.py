@@ -43,7 +43,6 @@ def said(driver: EngineDriver) -> dict[str, list[int]]:
         driver.add(f"{number}", Request(prompt, GREEDY, max_tokens=4, stop_ids=()))
     driver.run()
     driver.check_all_free()
-    driver.close()
     return {name: told.tokens for name, told in driver.results.items()}
 
 
@@ -54,7 +53,9 @@ def test_an_engine_on_a_gpu_says_what_the_cpu_says(
     tmp_path: Path, family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path / family, family)
-    expected = said(EngineDriver(folder, "cpu", **OPTIONS))
+    cpu = EngineDriver(folder, "cpu", **OPTIONS)
+    expected = said(cpu)
+    cpu.close()
     if not GPU:
         monkeypatch.setattr(GraphOps, "new_capture", lambda self: TapeCapture())
     driver = EngineDriver(folder, "cuda", enforce_eager=how == "eager", **OPTIONS)
@@ -65,6 +66,7 @@ def test_an_engine_on_a_gpu_says_what_the_cpu_says(
         assert stats.captured == 0
     else:
         assert stats.graphs > stats.captured > 2, "whole ones and pieces"
+    driver.close()
 
 
 @pytest.mark.gpu
