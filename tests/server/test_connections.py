@@ -17,6 +17,7 @@ from tests.server.checks import COMPLETIONS
 from tests.server.sockets import (
     CANARY,
     CLOSE,
+    ENDLESS,
     GET,
     POST,
     check_cut_off,
@@ -207,6 +208,15 @@ def test_upgrades_are_ignored(server: LiveServer, sung: str, upgrade: bytes, ste
 def test_pipelined_requests_are_bounded(server: LiveServer) -> None:
     requests = request_bytes(COMPLETIONS, CANARY) + (GET + b"\r\n") * 10_000
     assert exchange(server, requests).count(b"HTTP/1.1 ") <= 1 + http.MAX_PIPELINED
+    server.wait_until(lambda: idle(server))
+
+
+def test_a_request_ends_with_its_connection_though_another_waits_behind_it(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(request_bytes(COMPLETIONS, {**ENDLESS, "max_tokens": 100_000, "stream": True}))
+        read_until(connection, b"data: ")
+        connection.sendall(request_bytes(COMPLETIONS, CANARY))
+        server.wait_until(lambda: any(protocol.pipeline for protocol in server.connections))
     server.wait_until(lambda: idle(server))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
 from quire.server.paths import PROBES, without_root
@@ -213,6 +213,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Of the body of the request being received: its bytes; what else came since it began, and since its last byte.
         self._body_bytes = self._framing_bytes = self._bytes_since_body = 0
         self._body = ReceivedBody(self)
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
         self.url = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -234,6 +235,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
         self.limits.disconnect(_address_of(self.client))
+        if self._running is not None:  # uvicorn tells the last one that was parsed, which may wait behind it
+            self._running.disconnected = True
+            self._running.message_event.set()
         for body in (self._body, *(cycle.scope["state"]["received_body"] for cycle, _ in self.pipeline)):
             body.release()
         self._stop_timer()
@@ -355,6 +359,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             finally:
                 scope["state"]["received_body"].release()
 
+        self._running = cycle
         super()._start_asgi_task(cycle, serve)
 
     def on_headers_complete(self) -> None:
@@ -371,6 +376,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._only_probes:
             self.cycle.keep_alive = False
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn pauses; then it would not be seen that the client has gone
         if len(self.pipeline) > MAX_PIPELINED:
             self.refuse(HTTPProblem(503, f"more than {MAX_PIPELINED} requests wait", code="engine_overloaded"))
 
@@ -416,6 +423,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_started and not self.pipeline:
             # For the app the client has disconnected; nothing more is sent.
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False
             cycle.message_event.set()
         elif cycle is not None and not cycle.response_complete:
             self.transport.close()
