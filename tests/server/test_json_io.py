@@ -109,6 +109,14 @@ def test_a_body_of_many_parts_is_still_checked() -> None:
     assert parse_json(b'{"a":[' + many + b"]," + b'"b":' + b"9" * 5000 + b"}")["b"] > 2**64
 
 
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_constants_that_json_does_not_have_are_refused_by_their_place(constant: str) -> None:
+    for text in ('{"a": "NaN \\" -Infinity", "b": [1, ', '{"a": [' + "{}," * 10_000):
+        with pytest.raises(RequestError, match=f"{constant} is not JSON at character {len(text)}$") as error:
+            parse_json(f"{text}{constant}]}}".encode())
+        assert error.value.code == "invalid_json"
+
+
 def test_large_bodies_are_answered_as_small_ones(server: LiveServer) -> None:
     parts = [{"type": "text", "text": "a"}] * 4000
     body = {"model": "fake", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}

@@ -282,7 +282,7 @@ class AsyncLLM:
         limits = [limit for limit in (max_ttft, self.config.server.max_ttft) if limit is not None]
         if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):
             raise OverloadedError(
-                f"the first token would come in {wait:.1f} s or later; it may take {min(limits):.1f} s",
+                f"the first token is expected in {wait:.3g} s, but may take at most {min(limits):.3g} s (max_ttft)",
                 retry_after=max(1.0, wait - PREDICTED_SHARE * min(limits)),
             )
 

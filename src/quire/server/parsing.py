@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -44,6 +45,7 @@ HUGE = 10**40  # stands for integers longer than that; above every bound of ever
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 MAX_QUERY_DIGITS = 9
+CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity)', re.DOTALL)
 # Fields whose texts are checked elsewhere, where the position within them is known, or that need no check.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
@@ -125,6 +127,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg} at character {error.pos}") from None
+    except _ConstantError as error:
+        raise _invalid(f"{error} at character {_find_constant(text)}") from None
     _check_depth(value)
     if not isinstance(value, dict):
         raise RequestError(
@@ -138,7 +142,7 @@ def _decode(text: str, *, simple: bool) -> Any:
     load: Callable[..., Any] = json.loads if simple else decode_in_pieces
     try:
         return load(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, _ConstantError):
         raise
     except ValueError:  # an integer with more digits than Python reads
         return load(text, parse_constant=_refuse_constant, parse_int=_parse_int)
@@ -150,8 +154,17 @@ def _parse_int(digits: str) -> int:
     return -HUGE if digits.startswith("-") else HUGE
 
 
+class _ConstantError(ValueError):
+    """NaN, Infinity or -Infinity, which Python's decoder accepts and passes on without its place."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
+    raise _ConstantError(f"{name} is not JSON")
+
+
+def _find_constant(text: str) -> int:
+    """Return where the first constant stands that is not within a string."""
+    return next((found.start() for found in CONSTANT.finditer(text) if found[1]), 0)
 
 
 def _check_depth(value: Any) -> None:
