@@ -130,7 +130,7 @@ def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: Make
     def refused(prompt: list[int], **extra: Any) -> httpx.Response:
         response: httpx.Response = server.http.post("/v1/completions", json={**body, "prompt": prompt, **extra})
         check_error(response, 503, "engine_overloaded")
-        assert "the first token would come in" in response.text
+        assert "the first token is expected in" in response.text
         return response
 
     assert server.http.post("/v1/completions", json={**body, "prompt": [5] * 10}).status_code == 200
