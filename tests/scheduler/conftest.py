@@ -211,6 +211,8 @@ class FakeWorker:
         for each in plan.transfers:  # stores are of what earlier steps computed, so that their order does not matter
             if each.tier is Tier.DISK and each.op is TransferOp.DROP:
                 self.disk.pop(each.key, None)
+            elif each.op is TransferOp.CLEAR:
+                self.disk.clear()
             elif each.tier is Tier.DISK and each.op is TransferOp.STORE:
                 assert len(self.blocks[each.block_id]) == self.block_size
                 self.disk[each.key] = (each.header, dict(self.blocks[each.block_id]))
