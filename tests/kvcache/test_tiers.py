@@ -6,7 +6,7 @@ import pytest
 
 from quire.kvcache.block_hash import BlockHasher
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.tiers import BlockHeader, HostHit, TierHit
+from quire.kvcache.tiers import BlockHeader, TierHit
 from quire.step import Tier, TransferOp
 from tests.helpers.transfers import COPY, IN, OUT
 from tests.kvcache.model import (
@@ -49,7 +49,7 @@ def test_what_the_device_reuses_is_copied_out_first_and_comes_back():
     kv.start_step()
     hit = kv.find_prefix(b)
     assert (hit.num_tokens, hit.count_tokens(BLOCK, ())[0]) == (8, 8)
-    assert all(found == HostHit(found.block_hash) for found in hit.tables[0])
+    assert all(found == TierHit(kv.host, found.block_hash) for found in hit.tables[0])
     assert kv.allocate_slots(b, 1, hit) == ([table(kv, b)], [])
     assert moved(kv) == [(IN, place[block], table(kv, b)[i]) for i, block in enumerate(blocks[:2])]
     kv.check_integrity()

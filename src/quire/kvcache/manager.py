@@ -27,7 +27,7 @@ from quire.kvcache.prefix_cache import (
     first_block_in_window,
     longest_hit,
 )
-from quire.kvcache.tiers import AsyncLoads, AsyncTierManager, DiskTierManager, HostHit, HostTierManager, TierHit
+from quire.kvcache.tiers import AsyncLoads, AsyncTierManager, DiskTierManager, HostTierManager, TierHit
 from quire.step import BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
@@ -221,7 +221,7 @@ class KVCacheManager:
         """Return the block with this hash on the device, or else on the host."""
         block = self.pool.lookup(block_hash)
         if block is None and self.host.lookup(block_hash):
-            return HostHit(block_hash)
+            return TierHit(self.host, block_hash)
         return block
 
     def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
@@ -239,9 +239,10 @@ class KVCacheManager:
 
         tables = longest_hit(self.windows, self.block_size, limit, lookup)
         if len(tables[0]) > len(hit.tables[0]):
-            tier_hits = [cached for table in tables for cached in table if isinstance(cached, TierHit)]
-            hit.loads = [each for each in tier_hits if each.block_hash not in loading]
-            hit.loading = len(hit.loads) < len(tier_hits)
+            tier_hits = (cached for table in tables for cached in table if isinstance(cached, TierHit))
+            missing = [each for each in tier_hits if each.tier is not self.host]
+            hit.loads = [each for each in missing if each.block_hash not in loading]
+            hit.loading = len(hit.loads) < len(missing)
 
     def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
         """Extend `hit` into a block whose first tokens continue the sequence."""
@@ -409,7 +410,7 @@ class KVCacheManager:
         # What the hit consists of is referenced before new blocks are taken, which could otherwise reuse it.
         if hit is not None:
             for cached in (cached for table in hit.tables for cached in table):
-                if isinstance(cached, HostHit):
+                if isinstance(cached, TierHit):
                     self.host.pin(cached.block_hash)
                 elif isinstance(cached, Block) and cached is not NULL_BLOCK:
                     self.pool.touch((cached,))
@@ -419,9 +420,7 @@ class KVCacheManager:
             if hit is not None:
                 copies = self._copy_partial(hit)
                 for cached in hit.tables[group]:
-                    block = self._load(cached) if isinstance(cached, HostHit) else cached
-                    assert isinstance(block, Block)
-                    table.append(block)
+                    table.append(self._load(cached) if isinstance(cached, TierHit) else cached)
                 table += copies
             table += self.pool.get_new_blocks(
                 max(-(-end // self.block_size) - len(table), 0), prefer_layerwise=prefer_layerwise
@@ -442,7 +441,7 @@ class KVCacheManager:
             self.transfers.append(BlockTransfer(_COPY, _DEVICE, hit.partial.block_id, copy.block_id))
         return [copy]
 
-    def _load(self, hit: HostHit) -> Block:
+    def _load(self, hit: TierHit) -> Block:
         """Return a new device block with the content of a pinned host block, registered like it."""
         (block,) = self.pool.get_new_blocks(1)
         header = self.host.load(hit.block_hash, block)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Container
 from typing import cast
 
 from quire.kvcache.block_pool import NULL_BLOCK, Block
-from quire.kvcache.tiers import HostHit, TierHit
+from quire.kvcache.tiers import TierHit
 
 MAX_CHILDREN = 16  # looked at for one match: a prefix may have been continued in thousands of ways
 
-CachedBlock = Block | HostHit | TierHit
+CachedBlock = Block | TierHit
 
 
 class PrefixHit:
@@ -55,7 +55,7 @@ class PrefixHit:
         Args:
             loaded: hashes of the blocks that were loaded from asynchronous tiers for this sequence.
         """
-        num_host_blocks = sum(isinstance(cached, HostHit) for cached in self.tables[0])
+        num_host_blocks = sum(isinstance(cached, TierHit) for cached in self.tables[0])
         num_loaded = sum(isinstance(cached, Block) and cached.block_hash in loaded for cached in self.tables[0])
         return num_host_blocks * block_size, num_loaded * block_size
 

@@ -100,16 +100,10 @@ class AsyncTierManager(TierManager, Protocol):
         """Drop what could not be written to `keys`."""
 
 
-class HostHit(NamedTuple):
-    """A block that is not on the device but in the host's pool."""
-
-    block_hash: bytes
-
-
 class TierHit(NamedTuple):
-    """A block that only an asynchronous tier has."""
+    """A block that is not on the device but in a tier: the host, or an asynchronous one."""
 
-    tier: AsyncTierManager
+    tier: TierManager
     block_hash: bytes
 
 
@@ -279,7 +273,7 @@ class _Load:
     """A block that is being loaded, and the header it will be registered under; None if it must not be found."""
 
     block: Block
-    tier: AsyncTierManager
+    tier: TierManager
     header: BlockHeader | None
 
 
