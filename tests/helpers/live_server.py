@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -26,6 +28,38 @@ MakeServer = Callable[..., "LiveServer"]
 def server_config(**options: Any) -> EngineConfig:
     """Options of a server for the fake model."""
     return EngineConfig.from_kwargs(groups=SERVER_GROUPS, **{"served_model_name": "fake", **options})
+
+
+class PromptServer(uvicorn.Server):
+    """Uvicorn without the tenths of a second after which it looks whether it is to end and whether all have gone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    def end(self) -> None:
+        """Have it end; call this on its loop."""
+        self.should_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        """Do what uvicorn does ten times a second until the end."""
+        for tick in itertools.count():
+            if await self.on_tick(tick):
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), 0.1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave at once if nobody is being answered, and as uvicorn does otherwise."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0.005)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
 
 
 class LiveServer:
@@ -53,7 +87,7 @@ class LiveServer:
         self.url = url_of(self.listener, tls=config.server.ssl_certfile is not None)
         settings = uvicorn_config(self.app, config.server, farewell_seconds=1.0)
         self.tls = settings.ssl
-        self._server = uvicorn.Server(settings)
+        self._server = PromptServer(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(start)), daemon=True)
@@ -129,7 +163,9 @@ class LiveServer:
     def close(self) -> None:
         """End the server and wait for it."""
         self.http.close()
-        self._server.should_exit = True
+        if self._thread.is_alive():
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._server.end)
         self._thread.join(10)
         self.listener.close()
         assert not self._thread.is_alive()
