@@ -20,9 +20,11 @@ SEGMENT = 128  # positions whose weights are relative to the same score
 
 # Storage of keys and values, and whether pairs of bfloat16 are multiplied
 needs_dot = pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
-# A float16 cache differs in one load and one store, which `test_every_float16` and products of float16 weights check.
+# Caches of 16-bit floats differ from one of float32 in one load and one store, which `test_every_...` and products of such
+# weights check; each kernel takes seconds to compile.
+SINGLES = pytest.param(("bfloat16", False), marks=pytest.mark.slow)
 HALF = pytest.param(("float16", False), marks=pytest.mark.slow)
-FLOATS = [("float32", False), ("bfloat16", False), HALF]
+FLOATS = [("float32", False), SINGLES, HALF]
 PAIRS = [pytest.param(("bfloat16", True), marks=needs_dot), pytest.param(("int8", True), marks=needs_dot)]
 KINDS = [*FLOATS, ("int8", False), *PAIRS]
 

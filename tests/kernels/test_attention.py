@@ -22,6 +22,7 @@ from tests.kernels.paged_scenes import (
     KINDS,
     PAIRS,
     SHAPES,
+    SINGLES,
     Direct,
     exact,
     layer,
@@ -136,7 +137,7 @@ def test_one_visible_key_gives_its_value_back(kind: Kind) -> None:
     np.testing.assert_array_equal(got, np.repeat(round_to(scene.v, kind[0]), 2, axis=1).reshape(9, -1))
 
 
-@pytest.mark.parametrize("kind", [("bfloat16", False), BEST, HALF])
+@pytest.mark.parametrize("kind", [SINGLES, BEST, HALF])
 def test_halfway_values_are_rounded_to_even(kind: Kind) -> None:
     step = 2.0**-11 if kind[0] == "float16" else 2.0**-8
     shape = (8, 4, 1, 1, 1, None, False, False)
