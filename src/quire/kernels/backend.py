@@ -356,14 +356,14 @@ class LinearOps(Protocol):
         Sums are float32, and each row is by itself; x is rounded where `linear` rounds it.
         """
 
-    def gated_linear(self, x: Array, weight: LinearWeight, kind: str) -> Array:
+    def gated_linear(self, x: Array, weight: LinearWeight, activation: str) -> Array:
         """act(gate) * up -> [T, I], where gate and up are the halves of `linear`; `weight` was packed as `gated`.
 
-        `kind` is one of those of `activation`, or "swiglu_oai": (up + 1) * gate * sigmoid(1.702 * gate), with gate at
+        `activation` is one of those of the op, or "swiglu_oai": (up + 1) * gate * sigmoid(1.702 * gate), with gate at
         most 7 and up from -7 to 7 (GPT-OSS).
         """
 
-    def gated_activation(self, x: Array, kind: str) -> Array:
+    def gated_activation(self, x: Array, activation: str) -> Array:
         """act(gate) * up -> [T, I] of what `linear` made: x [T, 2 * I], gate in the first half; see `gated_linear`."""
 
 
@@ -402,12 +402,12 @@ class ExpertOps(Protocol):
         Best first, and the lower id first among equals. Each row by itself; ids are in range whatever the logits are.
         """
 
-    def experts(self, x: Array, ids: Array, weights: Array, packed: ExpertsWeight, kind: str) -> Array:
+    def experts(self, x: Array, ids: Array, weights: Array, packed: ExpertsWeight, activation: str) -> Array:
         """Sum weights[t, j] * down(act(gate(x)) * up(x)) of experts ids[t, j] over j, in order: x [T, H] -> [T, H].
 
-        ids and weights [T, k] are those of `route`; `kind` is one of those of `gated_linear`. Inputs of each product
-        are rounded as `linear` would. A row's result does not depend on other rows, and only experts that some row
-        has chosen are read.
+        ids and weights [T, k] are those of `route`; `activation` is one of those of `gated_linear`. Inputs of each
+        product are rounded as `linear` would. A row's result does not depend on other rows, and only experts that some
+        row has chosen are read.
         """
 
 
@@ -460,7 +460,7 @@ class RowOps(Protocol):
         rotary_dim of each head are rotated. `interleaved` pairs (2i, 2i+1), otherwise (i, i + rotary_dim/2).
         """
 
-    def activation(self, x: Array, kind: str) -> Array:
+    def activation(self, x: Array, name: str) -> Array:
         """One of "relu", "relu2" (squared), "silu", "gelu" (erf), "gelu_tanh", "quick_gelu", "sigmoid", "softplus"."""
 
     def softcap(self, x: Array, cap: float) -> None:
@@ -481,7 +481,7 @@ class StateOps(Protocol):
     ) -> Array:
         """Convolve each channel of each sequence with its last inputs, itself included: x [T, C] -> [T, C].
 
-        out[t, c] = sum over j < K of weight[j, c] * x[t - K + 1 + j, c] (+ bias[c]), then `activation` (a kind) if
+        out[t, c] = sum over j < K of weight[j, c] * x[t - K + 1 + j, c] (+ bias[c]), then `activation` if
         given; weight float32 [K, C], bias [C]. Inputs of earlier steps come from state [rows, K - 1, C], oldest first.
         """
 

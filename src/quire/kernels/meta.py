@@ -341,9 +341,9 @@ class MetaBackend(CollectiveOps):
         self._multiply(x.shape[0], weight)
         return self._out((x.shape[0], weight.outputs))
 
-    def gated_linear(self, x: np.ndarray, weight: MetaWeight, kind: str) -> np.ndarray:
+    def gated_linear(self, x: np.ndarray, weight: MetaWeight, activation: str) -> np.ndarray:
         out = self.linear(x, weight)
-        return out if weight.gated else self.gated_activation(out, kind)
+        return out if weight.gated else self.gated_activation(out, activation)
 
     def _multiply(self, rows: int, weight: MetaWeight) -> None:
         """Count the work of a product."""
@@ -389,7 +389,7 @@ class MetaBackend(CollectiveOps):
         return self._out(shape, np.int64), self.empty(shape)
 
     def experts(
-        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: MetaExperts, kind: str
+        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: MetaExperts, activation: str
     ) -> np.ndarray:
         """See `experts` and `Products` in `cpu/experts.py`."""
         if ids.size == 0:
@@ -414,7 +414,7 @@ class MetaBackend(CollectiveOps):
             return self._gpu_product(capacity, weight)
         return self._packed_product(weight, capacity, capacity, capacity)
 
-    def gated_activation(self, x: np.ndarray, kind: str) -> np.ndarray:
+    def gated_activation(self, x: np.ndarray, activation: str) -> np.ndarray:
         source = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         return self._out((*x.shape[:-1], source.shape[1] // 2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.errors import ModelError, echo
 from quire.kernels.backend import Array, Backend
 
-# hidden_act -> kind of `Backend.activation`. Four of the names mean the same tanh approximation of gelu.
+# hidden_act -> name in `Backend.activation`. Four of the names mean the same tanh approximation of gelu.
 ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 }
 
 
-def activation_kind(hidden_act: str) -> str:
+def activation_name(hidden_act: str) -> str:
     """Return the backend's name; raise ModelError for an unknown one."""
     if hidden_act not in ACTIVATIONS:
         raise ModelError(
@@ -29,20 +29,20 @@ def activation_kind(hidden_act: str) -> str:
     return ACTIVATIONS[hidden_act]
 
 
-def gate_kind(hidden_act: str) -> str:
+def gate_name(hidden_act: str) -> str:
     """Return the backend's name of a gated activation: that of an activation, or "swiglu_oai"."""
-    return hidden_act if hidden_act == "swiglu_oai" else activation_kind(hidden_act)
+    return hidden_act if hidden_act == "swiglu_oai" else activation_name(hidden_act)
 
 
 class Activation:
     """Elementwise activation: a `hidden_act`, or "tanh" of layers after pooling."""
 
     def __init__(self, backend: Backend, name: str) -> None:
-        self.backend, self.kind = backend, name if name == "tanh" else activation_kind(name)
+        self.backend, self.activation = backend, name if name == "tanh" else activation_name(name)
 
     def __call__(self, x: Array) -> Array:
         """[R, N] -> [R, N]; x may be changed in place."""
-        if self.kind == "tanh":
+        if self.activation == "tanh":
             self.backend.softcap(x, 1.0)
             return x
-        return self.backend.activation(x, self.kind)
+        return self.backend.activation(x, self.activation)

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from quire.checkpoint.tensor import HostTensor, Tensor
 from quire.kernels.backend import Array
-from quire.layers.activation import activation_kind
+from quire.layers.activation import activation_name
 from quire.layers.builder import Builder, share_of, span_of
 from quire.layers.lora import Shard, Split
 
@@ -152,15 +152,15 @@ class GatedColumnParallelLinear(ReplicatedLinear):
         *,
         bias: bool = False,
     ) -> None:
-        self.kind, sizes = activation_kind(hidden_act), (out_features, out_features)
+        self.activation, sizes = activation_name(hidden_act), (out_features, out_features)
         shard = column_shard(builder, names, sizes)
         super().__init__(builder, names, in_features, sizes, bias=bias, shard=shard, gated=True)
 
     def __call__(self, x: Array) -> Array:
         """[T, in_features] -> [T, this rank's outputs]."""
         if self.lora is None:
-            return self.backend.gated_linear(x, self.weight, self.kind)
-        return self.backend.gated_activation(super().__call__(x), self.kind)
+            return self.backend.gated_linear(x, self.weight, self.activation)
+        return self.backend.gated_activation(super().__call__(x), self.activation)
 
 
 class RowParallelLinear(ReplicatedLinear):

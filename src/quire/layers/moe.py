@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.backend import Array
 from quire.kernels.experts import Expert, RoutingParams
-from quire.layers.activation import gate_kind
+from quire.layers.activation import gate_name
 from quire.layers.builder import Builder, span_of
 from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
@@ -79,7 +79,7 @@ class MoE:
 
     def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
         names, self.routing = options.names, options.routing
-        self.backend, self.kind = builder.backend, gate_kind(options.hidden_act)
+        self.backend, self.activation = builder.backend, gate_name(options.hidden_act)
         number = self.routing.num_experts
         self.router = ReplicatedLinear(builder, names.router, hidden_size, number, bias=options.router_bias, exact=True)
         if options.correction:
@@ -93,7 +93,7 @@ class MoE:
     def __call__(self, x: Array) -> Array:
         """[T, H] -> [T, H]."""
         ids, weights = self.backend.route(self.router(x), self.routing)
-        out = self.backend.experts(x, ids, weights, self.experts, self.kind)
+        out = self.backend.experts(x, ids, weights, self.experts, self.activation)
         if self.shared is not None:
             out += self.shared(x)
         return self.backend.all_reduce(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.checkpoint.hf_config import ModelInfo
-from quire.layers.activation import activation_kind
+from quire.layers.activation import activation_name
 from quire.layers.builder import Builder
 from quire.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from quire.layers.moe import MoENames, MoEOptions
@@ -56,7 +56,7 @@ def qwen3_next(info: ModelInfo, *, by_key_head: bool = True) -> DecoderOptions:
             info.hidden_size,
             delta_sizes(info, by_key_head=by_key_head),
             eps=info.norm_eps,
-            activation=activation_kind(info.hidden_act),
+            activation=activation_name(info.hidden_act),
         )
 
     return replace(

@@ -13,7 +13,7 @@ from quire.checkpoint.small_floats import E2M1
 from quire.checkpoint.tensor import Tensor
 from quire.checkpoint.weights import DummyWeights
 from quire.errors import ConfigError
-from quire.kernels.gpu.activations import KINDS
+from quire.kernels.gpu.activations import ACTIVATIONS
 from quire.kernels.gpu.backend import GPUBackend
 from quire.kernels.gpu.linear import gemv_key
 from quire.kernels.gpu.linear_weights import GPULinear, pack_nibbles
@@ -117,7 +117,7 @@ def test_gated_products(rows: int, quantization: str | None) -> None:
     assert distance(got, want) < 3e-3
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind != "none"])
 def test_gated_activations(kind: str) -> None:
     gpu, oracle = pair("float32")
     x = 3 * inputs(gpu, 5, 2 * 37)

@@ -96,43 +96,43 @@ def softplus(x):
 
 
 @jit
-def activate(x, kind):
+def activate(x, number):
     """Apply one of the activations but SWIGLU_OAI; three of them are x * sigmoid(f(x))."""
     one = splat(np.float32(1))
-    if kind in (RELU, RELU2):
+    if number in (RELU, RELU2):
         positive = maximum(x, zero())
-        return positive if kind == RELU else mul(positive, positive)
-    if kind == SOFTPLUS:
+        return positive if number == RELU else mul(positive, positive)
+    if number == SOFTPLUS:
         return softplus(x)
-    if kind == GELU:
+    if number == GELU:
         half = mul(x, splat(np.float32(0.5)))
         return multiply_add(half, error_function(mul(x, splat(np.float32(0.7071067811865476)))), half)
     argument = x
-    if kind == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
+    if number == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
         cube = mul(mul(x, x), x)
         inner = multiply_add(cube, splat(np.float32(0.044715)), x)
         argument = mul(inner, splat(np.float32(1.5957691216057308)))
-    elif kind == QUICK_GELU:
+    elif number == QUICK_GELU:
         argument = mul(x, splat(np.float32(1.702)))
-    return div(one if kind == SIGMOID else x, add(one, exp(sub(zero(), argument))))
+    return div(one if number == SIGMOID else x, add(one, exp(sub(zero(), argument))))
 
 
 @jit
-def gated(x, up, kind):
+def gated(x, up, number):
     """Return activation(x) * up; for SWIGLU_OAI (GPT-OSS) (up + 1) * x * sigmoid(1.702 x), x at most 7, |up| too."""
-    if kind == SWIGLU_OAI:
+    if number == SWIGLU_OAI:
         limit, one = splat(np.float32(7)), splat(np.float32(1))
         least = sub(zero(), limit)
         x = sub(zero(), maximum(sub(zero(), x), least))
         up = sub(zero(), maximum(sub(zero(), maximum(up, least)), least))
         return mul(add(up, one), activate(x, QUICK_GELU))
-    return mul(activate(x, kind), up)
+    return mul(activate(x, number), up)
 
 
 @op
 def activate_rows(args, first, last, scratch):
-    """Items are pieces of rows. x, elements between its rows, out, out's width, kind, gated, pieces of a row."""
-    x, stride, out, width, kind = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3], args[4]
+    """Items are pieces of rows. x, elements between its rows, out, out's width, activation, gated, pieces of a row."""
+    x, stride, out, width, number = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3], args[4]
     halves, pieces = args[5] != 0, args[6]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
@@ -140,7 +140,7 @@ def activate_rows(args, first, last, scratch):
         for i in range(begin, stop, 16):
             count = min(16, stop - i)
             v = load_lanes(x, source + i, count)
-            v = gated(v, load_lanes(x, source + width + i, count), kind) if halves else activate(v, kind)
+            v = gated(v, load_lanes(x, source + width + i, count), number) if halves else activate(v, number)
             store_lanes(out, target + i, v, count)
 
 
@@ -149,21 +149,21 @@ def pieces_of(width: int) -> int:
     return max(1, -(-width // PIECE))
 
 
-def number_of(kind: str, known: dict[str, int] = ACTIVATIONS) -> int:
+def number_of(name: str, known: dict[str, int] = ACTIVATIONS) -> int:
     """Return the number by which kernels know an activation of `known`; raise ConfigError for others."""
-    if kind not in known:
-        raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(known)}", param="hidden_act")
-    return known[kind]
+    if name not in known:
+        raise ConfigError(f"activation is {name!r}; allowed: {', '.join(known)}", param="hidden_act")
+    return known[name]
 
 
-def activation(launcher: Launcher, x: np.ndarray, kind: str) -> np.ndarray:
+def activation(launcher: Launcher, x: np.ndarray, name: str) -> np.ndarray:
     """Return f(x) for x [..., W]."""
-    return _activate(launcher, x, number_of(kind), x.shape[-1], gated=False)
+    return _activate(launcher, x, number_of(name), x.shape[-1], gated=False)
 
 
-def gated_activation(launcher: Launcher, x: np.ndarray, kind: str) -> np.ndarray:
-    """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `kind` is one of GATES."""
-    return _activate(launcher, x, number_of(kind, GATES), x.shape[-1] // 2, gated=True)
+def gated_activation(launcher: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
+    """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `activation` is one of GATES."""
+    return _activate(launcher, x, number_of(activation, GATES), x.shape[-1] // 2, gated=True)
 
 
 def _activate(launcher: Launcher, x: np.ndarray, number: int, width: int, *, gated: bool) -> np.ndarray:

@@ -272,15 +272,17 @@ class CPUBackend(HostMemory, Backend):
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
         return self._product(x, weight, None)
 
-    def gated_linear(self, x: np.ndarray, weight: Weight, kind: str) -> np.ndarray:
+    def gated_linear(self, x: np.ndarray, weight: Weight, activation: str) -> np.ndarray:
         if weight.gated:
-            return self._product(x, weight, activations.number_of(kind, activations.GATES))
+            return self._product(x, weight, activations.number_of(activation, activations.GATES))
         halves = self._product(x, weight, None)
-        return self.gated_activation(halves, kind)
+        return self.gated_activation(halves, activation)
 
-    def experts(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, kind: str) -> np.ndarray:
+    def experts(
+        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, activation: str
+    ) -> np.ndarray:
         rounded = self.quantization != "int8-weight-only"
-        gate = activations.number_of(kind, activations.GATES)
+        gate = activations.number_of(activation, activations.GATES)
         return experts(self._launcher, x, ids, weights, packed, gate, self.vnni, rounded)
 
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:

@@ -446,11 +446,11 @@ def experts(
     ids: np.ndarray,
     weights: np.ndarray,
     packed: CPUExperts,
-    kind: int,
+    gate: int,
     vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
-    """Return float32 [T, H], see `Backend.experts`. `kind` is an activation's, the rest as for `products.linear`."""
+    """Return float32 [T, H], see `Backend.experts`. Arguments are those of `products.linear`."""
     x, step = as_rows(x)
     tokens, chosen = ids.shape
     if x.shape[1] != packed.first.one.inputs:
@@ -463,9 +463,9 @@ def experts(
     launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)
     settings = vnni, round_inputs
     if packed.first.one.gated:
-        inner = multiply(groups, gathered, x.shape[1], packed.first, kind, *settings)
+        inner = multiply(groups, gathered, x.shape[1], packed.first, gate, *settings)
     else:
-        inner = _gate(groups, multiply(groups, gathered, x.shape[1], packed.first, None, *settings), packed, kind)
+        inner = _gate(groups, multiply(groups, gathered, x.shape[1], packed.first, None, *settings), packed, gate)
     del gathered
     results = multiply(groups, inner, inner.shape[1], packed.last, None, *settings)
     del inner
@@ -477,7 +477,7 @@ def experts(
     return out
 
 
-def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, kind: int) -> np.ndarray:
+def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, gate: int) -> np.ndarray:
     """Return activation(gate) * up of products whose columns do not alternate, [capacity, I]."""
     width = packed.first.one.outputs // 2
     out, pieces = groups.launcher.empty((groups.padded, width)), pieces_of(width)
@@ -486,7 +486,7 @@ def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, kind: int) -> np
         both.shape[1],
         groups.rows_of(out, 4 * width),
         width,
-        kind,
+        gate,
         1,
         pieces,
     )

@@ -46,7 +46,7 @@ def convolve(args, first, last, scratch):
     x, stride, weight, bias = f32_ptr(args[0]), args[1], f32_ptr(args[2]), f32_ptr(args[3])
     state, out = f32_ptr(args[4]), f32_ptr(args[5])
     width, taps, pieces = args[6], args[7], args[8]
-    starts, lengths, rows, kind = i32_ptr(args[9]), i32_ptr(args[10]), i64_ptr(args[11]), args[12]
+    starts, lengths, rows, activation = i32_ptr(args[9]), i32_ptr(args[10]), i64_ptr(args[11]), args[12]
     for item in range(first, last):
         sequence, begin = item // pieces, item % pieces * PIECE
         start = np.int64(starts[sequence])
@@ -69,8 +69,8 @@ def convolve(args, first, last, scratch):
                         at = token - taps + 1 + tap
                         v = earlier(x, x_at, stride, at, state, state_at, width, taps, fresh, count)
                         total = multiply_add(load_lanes(weight, tap * width + i, count), v, total)
-                if kind >= 0:
-                    total = activate(total, kind)
+                if activation >= 0:
+                    total = activate(total, activation)
                 store_lanes(out, (start + token) * width + i, total, count)
             for tap in range(taps - 1):  # upwards: what is read is at or behind what is written
                 v = earlier(x, x_at, stride, tokens - taps + 1 + tap, state, state_at, width, taps, fresh, count)

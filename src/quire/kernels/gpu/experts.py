@@ -117,12 +117,12 @@ class ExpertOps(LinearOps):
         return stack(experts, number, self.pack_linear)
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertsWeight, kind: str
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertsWeight, activation: str
     ) -> torch.Tensor:
         tokens, hidden = x.shape
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
-        x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(kind, gated=True)
+        x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(activation, gated=True)
         few = packed.is_float and not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
         return (self._experts_by_pair if few else self._experts_by_block)(x, ids, weights, packed, gate)
 

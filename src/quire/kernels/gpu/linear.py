@@ -39,7 +39,7 @@ ROW_BLOCK, GATE_BLOCK = 1024, 1024  # columns that one program of a row-wise ker
 
 
 @triton.jit
-def gate_kernel(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gate_kernel(x, out, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t, i] = act(x[t, i]) * x[t, width + i]. Bound by bandwidth."""
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
@@ -47,7 +47,7 @@ def gate_kernel(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x.data + t * x.stride + i, mask=i < width, other=0).to(tl.float32)
     up = tl.load(x.data + t * x.stride + width + i, mask=i < width, other=0).to(tl.float32)
-    tl.store(out + t * width + i, gate_and_multiply(gate, up, KIND).to(out.dtype.element_ty), mask=i < width)
+    tl.store(out + t * width + i, gate_and_multiply(gate, up, ACT).to(out.dtype.element_ty), mask=i < width)
 
 
 def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
@@ -140,22 +140,22 @@ class LinearOps(ArrayOps):
     def linear(self, x: torch.Tensor, weight: GPULinear) -> torch.Tensor:
         return self._product(x, weight, 0)
 
-    def gated_linear(self, x: torch.Tensor, weight: GPULinear, kind: str) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: GPULinear, activation: str) -> torch.Tensor:
         """For a few rows one kernel computes all of it."""
-        number = activation_number(kind, gated=True)
+        number = activation_number(activation, gated=True)
         if x.shape[0] <= MAX_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
             return self._product(x, weight, number)
-        return self.gated_activation(self._product(x, weight, 0), kind)
+        return self.gated_activation(self._product(x, weight, 0), activation)
 
-    def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def gated_activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The result is of x's type."""
-        number = activation_number(kind, gated=True)
+        number = activation_number(activation, gated=True)
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         if rows:
             block = min(GATE_BLOCK, power_of_two(width))
             gate_kernel[(rows, -(-width // block))](
-                rows_of(x), out, width, KIND=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
+                rows_of(x), out, width, ACT=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
             )
         return out
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.activations import KINDS, activate, activation_number
+from quire.kernels.gpu.activations import ACTIVATIONS, activate, activation_number
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.graphs import splitting_op
 from quire.kernels.gpu.kernel_args import power_of_two, rows_of
@@ -417,13 +417,13 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        kind = KINDS["none"] if activation is None else activation_number(activation, gated=False)
+        number = ACTIVATIONS["none"] if activation is None else activation_number(activation, gated=False)
         x = as_rows(x)
         (tokens, channels), taps, sequences = x.shape, weight.shape[0], metadata.seq_lens.shape[0]
         out = torch.empty((tokens, channels), dtype=self.act, device=x.device)
         if tokens == 0:
             return out
-        single = Conv(kind, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
+        single = Conv(number, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
         grid, rows, batch = (sequences, -(-channels // CHANNELS)), rows_of(x), sequences_of(metadata)
         if metadata.single:
             conv_single_kernel[grid](rows, weight, bias, state, out, batch, channels, FORM=single)

@@ -278,12 +278,12 @@ class ReferenceBackend(HostMemory, Backend):
         heads = x.to(self._compute).unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
         return (heads @ weight.to(self._compute).mT).transpose(0, 1).flatten(0, 1).float()
 
-    def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, kind: str) -> torch.Tensor:
-        return self.gated_activation(self.linear(x, weight), kind)
+    def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, activation: str) -> torch.Tensor:
+        return self.gated_activation(self.linear(x, weight), activation)
 
-    def gated_activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def gated_activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return swiglu_oai(gate, up) if kind == "swiglu_oai" else self.activation(gate, kind) * up
+        return swiglu_oai(gate, up) if activation == "swiglu_oai" else self.activation(gate, activation) * up
 
     def route(self, logits: torch.Tensor, params: RoutingParams) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
@@ -300,13 +300,15 @@ class ReferenceBackend(HostMemory, Backend):
         return ids, weights * params.scale
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], activation: str
     ) -> torch.Tensor:
         outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
         for number, expert in enumerate(packed):
             tokens, places = torch.where(ids == number)
             if len(tokens):
-                outputs[tokens, places] = self.linear(self.gated_linear(x[tokens], expert.gate_up, kind), expert.down)
+                outputs[tokens, places] = self.linear(
+                    self.gated_linear(x[tokens], expert.gate_up, activation), expert.down
+                )
         out = torch.zeros_like(x)
         for place in range(ids.shape[1]):
             out = out + weights[:, place, None] * outputs[:, place]
@@ -394,10 +396,10 @@ class ReferenceBackend(HostMemory, Backend):
             first.copy_(rotated[0])
             second.copy_(rotated[1])
 
-    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        if kind not in ACTIVATIONS:
-            raise ConfigError(f"activation is {kind!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
-        return ACTIVATIONS[kind](x)
+    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"activation is {name!r}; allowed: {', '.join(ACTIVATIONS)}", param="hidden_act")
+        return ACTIVATIONS[name](x)
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         x.copy_(cap * torch.tanh(x / cap))
@@ -582,11 +584,11 @@ class InvariantReferenceBackend(ReferenceBackend):
         return torch.cat(ids), torch.cat(weights)
 
     def experts(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], kind: str
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: list[ReferenceExpert], activation: str
     ) -> torch.Tensor:
         op = super().experts
         rows = zip(x.split(1), ids.split(1), weights.split(1))
-        return torch.cat([op(row.clone(), own, weight, packed, kind) for row, own, weight in rows])
+        return torch.cat([op(row.clone(), own, weight, packed, activation) for row, own, weight in rows])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         op = super().rms_norm
@@ -596,9 +598,9 @@ class InvariantReferenceBackend(ReferenceBackend):
         op = super().layer_norm
         return row_by_row(lambda row: op(row, weight, bias, eps), x)
 
-    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         op = super().activation
-        return row_by_row(lambda row: op(row, kind), x)
+        return row_by_row(lambda row: op(row, name), x)
 
     def paged_attention(
         self,
