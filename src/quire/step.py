@@ -268,30 +268,25 @@ class ModelOutput(msgspec.Struct):
     pooled: dict[str, PooledData] = {}
     host_gap: float = 0.0
 
+    @property
+    def overlaps(self) -> bool:
+        """See `PendingOutput`."""
+        return False
+
+    def result(self) -> ModelOutput:
+        """See `PendingOutput`."""
+        return self
+
 
 class PendingOutput(Protocol):
-    """A step in flight.
+    """A step in flight. A `ModelOutput` stands for one that was computed when it was submitted."""
 
-    Attributes:
-        overlaps: whether another step may be planned and submitted before this one's result is known.
-    """
-
-    overlaps: bool
+    @property
+    def overlaps(self) -> bool:
+        """Whether another step may be planned and submitted before this one's result is known."""
 
     def result(self) -> ModelOutput:
         """Wait for the step; raises what goes wrong in it. May be called again."""
-
-
-class CompletedOutput:
-    """A step that has been computed."""
-
-    overlaps = False
-
-    def __init__(self, output: ModelOutput) -> None:
-        self._output = output
-
-    def result(self) -> ModelOutput:
-        return self._output
 
 
 class LayerKVSpec(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from quire.executor.base import Executor
 from quire.step import (
-    CompletedOutput,
     ForkData,
     KVCacheSpec,
     LayerKVSpec,
@@ -75,7 +74,7 @@ class NullExecutor(Executor):
             self._verify(self._known[sequence_id], draft_token_ids, output.sampled_token_ids.get(sequence_id))
         if plan.forks:
             self._draw_forks([fork for fork in plan.forks if fork.samples], output)
-        return CompletedOutput(output)
+        return output
 
     def _verify(self, known: _Known, drafts: Sequence[int], sampled: list[int] | None) -> None:
         """Append to `sampled` the tokens that drafts confirm, all of which count as known so far; None: no token."""

@@ -32,7 +32,6 @@ from quire.simulate.fit import Measured, fit_device, fit_host
 from quire.simulate.trace import Synthetic, draw
 from quire.step import (
     BlockTransfer,
-    CompletedOutput,
     ContinuingSequenceData,
     KVCacheSpec,
     NewSequenceData,
@@ -247,7 +246,7 @@ class TimedExecutor(Executor):
         before = self._clock()
         result = self._inner.execute(plan)
         self.last = Measured(contents, max(self._clock() - before, 1e-9), LOAD)
-        return CompletedOutput(result)
+        return result
 
 
 def measure_moves(executor: TimedExecutor, count: int) -> float:

@@ -9,7 +9,7 @@ from quire.simulate.contents import StepContents, StepReader, windows_of
 from quire.simulate.cost import CostModel
 from quire.simulate.driver import VirtualClock
 from quire.simulate.trace import OWN_TOKENS
-from quire.step import CompletedOutput, KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput, StoredBlocks
+from quire.step import KVCacheSpec, ModelOutput, PendingOutput, SchedulerOutput, StoredBlocks
 
 SAMPLED_TOKENS = 3 * 2**30  # ids from here on are sampled ones: no prompt has them
 assert SAMPLED_TOKENS > OWN_TOKENS
@@ -86,9 +86,7 @@ class SimulatedExecutor(Executor):
         self.num_new_shapes += contents.is_new_shape
         if self._observer is not None:
             self._observer(plan, contents, seconds)
-        return CompletedOutput(
-            ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(plan.loading_block_ids, True))
-        )
+        return ModelOutput(sampled_token_ids=sampled, loaded=dict.fromkeys(plan.loading_block_ids, True))
 
     def close(self) -> None:
         """There is nothing to release."""

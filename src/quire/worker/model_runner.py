@@ -21,7 +21,6 @@ from quire.sampling.metadata import Bitmask
 from quire.sampling.processors import LogitsProcessorFactory
 from quire.sampling.sampler import PendingSample, Sampler, SamplerOutput, pack_logprobs
 from quire.step import (
-    CompletedOutput,
     ForkData,
     KVCacheGroup,
     LayerKVSpec,
@@ -241,7 +240,7 @@ class ModelRunner:
             self.pooler.apply(plan)
         self.states.fork(plan.forks, self.batch.row_of, samples=False)
         if not plan.num_scheduled_tokens:
-            return CompletedOutput(output)
+            return output
         while len(self._in_flight) > 1 or (self._in_flight and not self._in_flight[0].launched):
             self._in_flight[0].result()  # so that the host knows all tokens of a sequence but one
         step = RunningStep(self._finish, plan, output)
