@@ -144,7 +144,7 @@ class UnifiedPlanner:
         if not self._fits_beside(num_staying, head):
             self._in_vain = version
             return
-        while not self._fits_beside(len(running), head):
+        while len(running) > num_staying and not self._fits_beside(len(running), head):
             self.admission.preempt(running[-1], step)
 
     def _fits_beside(self, num_staying: int, request: Request) -> bool:
