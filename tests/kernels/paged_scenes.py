@@ -20,8 +20,8 @@ SEGMENT = 128  # positions whose weights are relative to the same score
 
 # Storage of keys and values, and whether pairs of bfloat16 are multiplied
 needs_dot = pytest.mark.skipif(not HAS_BF16_DOT, reason="the CPU lacks AVX-512 BF16")
-# Caches of 16-bit floats differ from one of float32 in one load and one store, which `test_every_...` and products of such
-# weights check; each kernel takes seconds to compile.
+# Caches of 16-bit floats differ from one of float32 in one load and one store, which `test_every_...` and products of
+# such weights check; each kernel takes seconds to compile.
 SINGLES = pytest.param(("bfloat16", False), marks=pytest.mark.slow)
 HALF = pytest.param(("float16", False), marks=pytest.mark.slow)
 FLOATS = [("float32", False), SINGLES, HALF]
