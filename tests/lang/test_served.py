@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from quire.lang import LocalBackend, OpenAIBackend, State, assistant, gen, program, select, user
-from tests.helpers.server import Server, serve
+from tests.helpers.server import Server
 from tests.meta.source import ROOT
 
 GREEDY = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(demo_server: Server) -> Server:
     """The demo model, served."""
-    with serve(tmp_path_factory.mktemp("lang") / "log.txt", "--max-model-len", "512") as running:
-        yield running
+    return demo_server
 
 
 @program
