@@ -126,12 +126,12 @@ class ConfigFields:
         return ModelError(f"{self.path}: {name} is {echo(self.values[key])} (expected {expected})")
 
     def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 0, high: int = 2**31 - 1) -> int:
-        """An integer within [low, high]."""
+        """Return an integer within [low, high]."""
         expected = f"an integer from {low} to {high}"
         return self._value(key, default, expected, lambda value: type(value) is int and low <= value <= high)
 
     def number(self, key: str, default: Any = _REQUIRED, *, above: float = 0.0) -> float:
-        """A finite number larger than `above`."""
+        """Return a finite number larger than `above`."""
         expected = f"a number above {above:g}" if above > -math.inf else "a number"
         found: Any = self._value(key, default, expected, lambda value: _is_finite(value) and value > above)
         if found is not None:
@@ -139,7 +139,7 @@ class ConfigFields:
         return found
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of `length` finite numbers above 0."""
+        """Return a list of `length` finite numbers above 0."""
         value = self.values.get(key)
         if not isinstance(value, list) or len(value) != length:
             raise self.error(key, f"a list of {length} numbers")
@@ -147,22 +147,22 @@ class ConfigFields:
         return tuple(items.number(str(index)) for index in range(length))
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        """True or false."""
+        """Return true or false."""
         return self._value(key, default, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
-        """A string."""
+        """Return a string."""
         return self._value(key, default, "a string", lambda value: isinstance(value, str))
 
     def choice(self, key: str, choices: Iterable[str], default: Any = _REQUIRED) -> str:
-        """One of some strings."""
+        """Return one of some strings."""
         value = self.text(key, default)
         if value not in choices:
             raise self.error(key, f"one of {', '.join(choices)}")
         return value
 
     def two_sizes(self, key: str) -> tuple[int, int]:
-        """A list of two integers above 0, such as the sizes of a matrix."""
+        """Return a list of two integers above 0, such as the sizes of a matrix."""
         value = self.values.get(key)
         sizes = value if isinstance(value, list) else []
         if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
@@ -170,7 +170,7 @@ class ConfigFields:
         return sizes[0], sizes[1]
 
     def names(self, key: str, length: int, known: Sequence[str]) -> list[str]:
-        """A list of known names, one for each of `length` layers."""
+        """Return a list of known names, one for each of `length` layers."""
         value = self.values.get(key)
         if not isinstance(value, list) or len(value) != length:
             raise self.error(key, f"a list of num_hidden_layers, {length}, names")
@@ -179,7 +179,7 @@ class ConfigFields:
         return value
 
     def inner(self, key: str) -> ConfigFields | None:
-        """The JSON object under `key`, or None if absent or null."""
+        """Return the JSON object under `key`, or None if absent or null."""
         value = self.values.get(key)
         if value is None:
             return None

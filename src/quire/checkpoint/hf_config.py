@@ -341,7 +341,7 @@ def _dtype(fields: ConfigFields) -> str:
 
 
 def _generation_fields(folder: Path) -> ConfigFields:
-    """generation_config.json, which a folder need not have."""
+    """Return generation_config.json, which a folder need not have."""
     path = folder / GENERATION_FILE
     return ConfigFields(read_json_object(path, optional=True), path)
 
@@ -361,7 +361,7 @@ def _token_ids(fields: ConfigFields, key: str, vocab_size: int) -> list[int]:
 
 
 def _sampling_defaults(generation: ConfigFields) -> dict[str, int | float]:
-    """Sampling values that generation_config.json sets, under the names SamplingParams uses."""
+    """Return sampling values that generation_config.json sets, under the names SamplingParams uses."""
     found: dict[str, int | float] = {}
     for key, name in names_in("hf").items():
         value = generation.values.get(key)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """Folder of the demo checkpoint, in the layout that any Hugging Face loader reads.
+    """Return the folder of the demo checkpoint, in the layout that any Hugging Face loader reads.
 
     The package is always installed unpacked (its weights are memory-mapped), so the folder is a real path.
     """

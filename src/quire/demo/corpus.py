@@ -22,7 +22,7 @@ EXCHANGE_WEIGHTS = (5, 3, 2, 1)
 
 
 def conversation(rng: random.Random, split: Split, max_exchanges: int = 4) -> list[Message]:
-    """One dialogue as chat messages; a quarter of them opens with a system prompt."""
+    """Return one dialogue as chat messages; a quarter of them opens with a system prompt."""
     messages: list[Message] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(FACTS.system_prompts)})
@@ -35,7 +35,7 @@ def conversation(rng: random.Random, split: Split, max_exchanges: int = 4) -> li
 
 
 def conversations(seed: int, split: Split, count: int) -> Iterator[list[Message]]:
-    """`count` dialogues; the same seed, split and count give the same text on every machine."""
+    """Return `count` dialogues; the same seed, split and count give the same text on every machine."""
     rng = random.Random(f"{seed} {split}")
     for _ in range(count):
         yield conversation(rng, split)

@@ -40,7 +40,7 @@ def split_of(key: str) -> Split:
 
 
 def score(case: Case, reply: str) -> bool:
-    """True if the reply is exactly the expected answer, up to surrounding white space."""
+    """Return whether the reply is exactly the expected answer, up to surrounding white space."""
     return reply.strip() == case.answer
 
 
@@ -81,7 +81,7 @@ def _word_case(task: str, word: str, wording: str) -> Case:
 
 
 def _sample_word(rng: random.Random, split: Split) -> str:
-    """A listed word of the split, or in half of the training cases a made-up one of three to six letters."""
+    """Return a listed word of the split, or in half of the training cases a made-up one of three to six letters."""
     while True:
         if split == "train" and rng.random() < 0.5:
             word = "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))
@@ -119,7 +119,7 @@ def _sample_opposite(rng: random.Random, split: Split) -> Case:
 
 @cache
 def topic_questions(topic: Topic, split: Split) -> tuple[str, ...]:
-    """Wordings of one topic in one split; each topic has at least two held back for "test" and one for "val"."""
+    """Return wordings of one topic in one split; each topic has at least two held back for "test" and one for "val"."""
     stock = [wording.format(noun) for noun in topic.nouns for wording in FACTS.stock_wordings]
     questions = list(dict.fromkeys((*topic.questions, *stock)))
     questions.sort(key=lambda text: hashlib.sha256(f"{topic.name} {text}".encode()).digest())
@@ -134,7 +134,7 @@ def topic_questions(topic: Topic, split: Split) -> tuple[str, ...]:
 
 
 def _reword(rng: random.Random, text: str) -> str:
-    """Small changes that people make without changing the meaning: courtesy, lower case, a missing mark."""
+    """Make small changes that people make without changing the meaning: courtesy, lower case, a missing mark."""
     if rng.random() < 0.15:
         text = rng.choice(("Hi, ", "Hello! ", "Please tell me: ", "Question: ", "Hey, ", "OK. ", "And ", "So, ")) + text
     if rng.random() < 0.2:
@@ -202,7 +202,7 @@ def sample_case(rng: random.Random, split: Split) -> Case:
 
 
 def held_back_cases(task: str, limit: int | None = None, seed: int = 0) -> list[Case]:
-    """Cases of the test split of one of CAPABILITY_TASKS, shuffled by the seed and cut to `limit`.
+    """Return cases of the test split of one of CAPABILITY_TASKS, shuffled by the seed and cut to `limit`.
 
     Raises KeyError for another task.
     """

@@ -51,7 +51,7 @@ class NullExecutor(Executor):
         return 2**30
 
     def sleep(self, level: int) -> int:
-        """Nothing to free; sequences are forgotten."""
+        """Forget all sequences; there is nothing to free."""
         self._known.clear()
         return 0
 

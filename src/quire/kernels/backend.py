@@ -563,11 +563,11 @@ class HostBlocks(Protocol):
 
     block_nbytes: int
 
-    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
-        """Copy blocks of the device into slots of the pool."""
+    def copy_out(self, block_ids: np.ndarray, host_block_ids: np.ndarray) -> None:
+        """Copy blocks of the device into blocks of the pool."""
 
-    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
-        """Copy slots of the pool into blocks of the device."""
+    def copy_in(self, host_block_ids: np.ndarray, block_ids: np.ndarray) -> None:
+        """Copy blocks of the pool into blocks of the device."""
 
     def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin to copy blocks of the device to memory of their own.
@@ -726,17 +726,17 @@ class SamplingOps(ArrayOps, Protocol):
         """
 
     def top_logprobs(self, logits: Array, chosen: Array, k: int) -> TopLogprobs:
-        """log_softmax of the rows, for the chosen ids int64 [R] and the k most likely. Does not change `logits`."""
+        """Return log_softmax of the rows, for the chosen ids int64 [R] and the k most likely; `logits` stay."""
 
 
 class MemoryOps(Protocol):
     """The device's memory."""
 
     def available_memory(self) -> int:
-        """Bytes of device memory free for weights and KV now."""
+        """Return the bytes of device memory free for weights and KV now."""
 
     def used_memory(self) -> int:
-        """Bytes of that memory that this process has taken, in use or not."""
+        """Return the bytes of that memory that this process has taken, in use or not."""
 
     def release_memory(self) -> None:
         """Return unused memory to the system, or to the driver."""

@@ -38,13 +38,13 @@ class PlainHostBlocks:
         self.block_nbytes = start
         self._data = new_pool(num_blocks, start)
 
-    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
+    def copy_out(self, block_ids: np.ndarray, host_block_ids: np.ndarray) -> None:
         for cache, start, stop in self._spans:
-            self._data[slots, start:stop] = self._backend.read_blocks(cache, block_ids)
+            self._data[host_block_ids, start:stop] = self._backend.read_blocks(cache, block_ids)
 
-    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
+    def copy_in(self, host_block_ids: np.ndarray, block_ids: np.ndarray) -> None:
         for cache, start, stop in self._spans:
-            self._backend.write_blocks(cache, block_ids, self._data[slots, start:stop])
+            self._backend.write_blocks(cache, block_ids, self._data[host_block_ids, start:stop])
 
     def read(self, block_ids: np.ndarray) -> Callable[[], np.ndarray]:
         data = np.empty((len(block_ids), self.block_nbytes), np.uint8)

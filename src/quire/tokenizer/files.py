@@ -78,7 +78,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(special_map: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Texts by name; tokenizer_config.json wins. An entry is a text or an object with "content".
+    """Return texts by name; tokenizer_config.json wins. An entry is a text or an object with "content".
 
     Models have tokens of their own besides the common ones: "image_token" and the like, or those that
     "extra_special_tokens" names. Templates may use them.

@@ -27,7 +27,7 @@ RESUME_MAY_CHANGE = ("out", "resume", "stop_after", "eval_every", "save_every", 
 
 
 def hf_config(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -72,7 +72,7 @@ def export_checkpoint(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_checkpoint(folder: Path) -> Llama:
-    """The saved bfloat16 weights as a float32 model, for measuring what was really shipped."""
+    """Return the saved bfloat16 weights as a float32 model, for measuring what was really shipped."""
     values = json.loads((folder / "config.json").read_text())
     config = ModelConfig(**{field.name: values[field.name] for field in dataclasses.fields(ModelConfig)})
     model = Llama(config)
@@ -101,7 +101,7 @@ def save_state(
 def load_state(
     folder: Path, config: TrainConfig, model: Llama, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[Any]]:
-    """Restore a saved run; returns the number of finished steps and the loss history.
+    """Restore a saved run; return the number of finished steps and the loss history.
 
     Raises ConfigError if there is no state, or if it belongs to a run with other options.
     """

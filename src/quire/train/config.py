@@ -131,7 +131,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def config_from_preset(name: str, **overrides: Any) -> TrainConfig:
-    """The preset with some options replaced. Raises ConfigError for an unknown preset name."""
+    """Return the preset with some options replaced. Raises ConfigError for an unknown preset name."""
     if name not in PRESETS:
         raise ConfigError(f"preset={echo(name)}: must be one of {', '.join(sorted(PRESETS))}", param="preset")
     return dataclasses.replace(TrainConfig(), **{**PRESETS[name], **overrides})

@@ -39,11 +39,11 @@ class Source(Protocol):
     name: str
 
     def row(self, rng: random.Random, length: int, split: Split) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Token ids and loss weights, both [length + 1]; the first id is the beginning-of-sequence token."""
+        """Return token ids and loss weights, both [length + 1]; the first id is the beginning-of-sequence token."""
         ...
 
     def test_passages(self, max_tokens: int) -> Iterator[str]:
-        """Pieces of the test split; each encodes, with its beginning-of-sequence token, to at most `max_tokens`."""
+        """Return pieces of the test split; each has at most `max_tokens`, with its beginning-of-sequence token."""
         ...
 
 
@@ -66,18 +66,18 @@ class TextSource:
             self._starts[split] = np.array(line_starts, dtype=np.int64)
 
     def num_tokens(self, split: Split) -> int:
-        """Length of one split."""
+        """Return the length of one split."""
         return len(self._ids[split])
 
     def row(self, rng: random.Random, length: int, split: Split) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """A window that starts with the beginning-of-sequence token; wraps around at the end of the split."""
+        """Return a window that starts with the beginning-of-sequence token; wraps around at the end of the split."""
         ids, starts = self._ids[split], self._starts[split]
         start = int(starts[rng.randrange(len(starts))])
         window = np.take(ids, range(start, start + length), mode="wrap")
         return np.concatenate(([self._bos], window)), np.ones(length + 1, dtype=np.float32)
 
     def test_passages(self, max_tokens: int) -> Iterator[str]:
-        """Whole lines, as many as fit; a line that is too long by itself is cut between tokens."""
+        """Return whole lines, as many as fit; a line that is too long by itself is cut between tokens."""
         passage = ""
         for line in self._parts["test"].splitlines(keepends=True):
             if len(self._tokenizer.encode(passage + line).ids) <= max_tokens:
@@ -120,7 +120,7 @@ class ChatSource:
         return np.array(ids[: length + 1], dtype=np.int64), np.array(weights[: length + 1], dtype=np.float32)
 
     def test_passages(self, max_tokens: int) -> Iterator[str]:
-        """Dialogues made of held-back cases; the few that are too long are left out."""
+        """Return dialogues made of held-back cases; the few that are too long are left out."""
         rng = random.Random(f"{self._seed} test passages")
         for _ in range(self.num_passages):
             text = "".join(piece for piece, _ in render_chat(conversation(rng, "test")))

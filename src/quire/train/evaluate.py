@@ -29,14 +29,14 @@ def write_passages(path: Path, passages: list[dict[str, str]]) -> None:
 
 
 def read_passages(path: Path) -> list[dict[str, str]]:
-    """The inverse of write_passages."""
+    """Read what `write_passages` wrote."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 @torch.inference_mode()
 def passage_nll(model: Llama, tokenizer: Tokenizer, texts: list[str], rows: int = 16) -> list[tuple[float, int]]:
-    """Per passage: summed negative log-likelihood and the number of predicted tokens.
+    """Return for each passage its summed negative log-likelihood and the number of predicted tokens.
 
     Every passage is scored alone, starting with the beginning-of-sequence token, which is not predicted itself.
     """
@@ -59,7 +59,7 @@ def passage_nll(model: Llama, tokenizer: Tokenizer, texts: list[str], rows: int 
 
 @torch.inference_mode()
 def greedy_replies(model: Llama, tokenizer: Tokenizer, prompts: list[str], max_new: int = 60) -> list[str]:
-    """Most likely continuation of each prompt (without its beginning-of-sequence token) up to the end of turn.
+    """Return the likeliest continuation of each prompt (without its beginning-of-sequence token) up to the end of turn.
 
     Recomputes the whole prefix for each token: simple, and quick enough for a few hundred short prompts.
     """
@@ -89,7 +89,7 @@ def greedy_replies(model: Llama, tokenizer: Tokenizer, prompts: list[str], max_n
 def score_cases(
     model: Llama, tokenizer: Tokenizer, cases: list[Case], history: list[dict[str, str]] | None = None, rows: int = 64
 ) -> tuple[int, list[tuple[Case, str]]]:
-    """Number of right answers and the wrong ones with the reply that was given; `history` precedes each question."""
+    """Return how many answers are right, and the wrong ones with the reply given; `history` precedes each question."""
     right = 0
     wrong: list[tuple[Case, str]] = []
     for begin in range(0, len(cases), rows):
@@ -110,7 +110,7 @@ SECOND_TURN_HISTORY = [
 
 
 def task_scores(model: Llama, tokenizer: Tokenizer, limit: int | None = None) -> dict[str, dict[str, float | int]]:
-    """Held-back accuracy of every capability task, asked first and asked as the second question of a chat."""
+    """Return the held-back accuracy of every capability task, asked first and as the second question of a chat."""
     scores: dict[str, dict[str, float | int]] = {}
     for task in CAPABILITY_TASKS:
         cases = held_back_cases(task, limit)

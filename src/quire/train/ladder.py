@@ -93,7 +93,7 @@ class SwiGLUHead(nn.Module):
 
 
 def block_config(vocab_size: int) -> ModelConfig:
-    """Sizes that all variants share."""
+    """Return the sizes that all variants share."""
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=WIDTH,
@@ -157,7 +157,7 @@ def train_variants(text: str, steps: int, seed: int = 0, learning_rate: float = 
 
 
 def _loss(model: CharacterModel, ids: Tensor, rows: int) -> Tensor:
-    """Mean next-character loss over `rows` windows at random places."""
+    """Return the mean next-character loss over `rows` windows at random places."""
     starts = torch.randint(0, len(ids) - CONTEXT, (rows, 1))
     windows = ids[starts + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each float32 [max_position_embeddings, head_dim]; both halves hold the same angles."""
+    """Return cosines and sines, each float32 [max_position_embeddings, head_dim]; both halves hold the same angles."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     inverse_frequencies = 1.0 / (config.rope_theta**exponents)
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
@@ -154,7 +154,7 @@ class Llama(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Normal(0, 0.02), with the two projections that write to the residual stream scaled by 1/sqrt(2 layers)."""
+        """Draw from Normal(0, 0.02); the two projections into the residual stream are scaled by 1/sqrt(2 layers)."""
         residual_std = 0.02 / (2 * self.config.num_hidden_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -167,5 +167,5 @@ class Llama(nn.Module):
         return F.linear(self.model(token_ids), self.model.embed_tokens.weight)
 
     def num_parameters(self) -> int:
-        """Number of trained values (the tied output head counted once)."""
+        """Return the number of trained values (the tied output head counted once)."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -18,7 +18,7 @@ NOT_PART_OF_THE_RECIPE = ("out", "data", "shakespeare", "resume", "stop_after", 
 
 
 def plot_loss(history: list[dict[str, Any]], path: Path) -> None:
-    """Training loss per step and the validation losses, as PNG."""
+    """Plot the training loss per step and the validation losses, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,7 +74,7 @@ def measure(
 
 
 def _summary(scored: list[tuple[float, int]]) -> dict[str, float | int]:
-    """Loss per predicted token over all passages together, in nats."""
+    """Return the loss per predicted token over all passages together, in nats."""
     total = sum(nll for nll, _ in scored)
     count = sum(tokens for _, tokens in scored)
     loss = total / max(1, count)

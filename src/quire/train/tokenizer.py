@@ -70,7 +70,7 @@ the letters. The look-ahead is bounded, which keeps the work linear in the text.
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016) over `texts`; every byte is in the vocabulary, so nothing is unknown."""
+    """Train byte-level BPE (Sennrich et al. 2016) on `texts`; the vocabulary has every byte, so nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -90,7 +90,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def build_char(text: str) -> Tokenizer:
-    """One token per distinct character of `text`, after the special tokens and one token for unknown characters."""
+    """Make a token of each distinct character of `text`, after the special ones and one for unknown characters."""
     specials = (*SPECIAL_TOKENS, UNKNOWN)
     vocab = {token: index for index, token in enumerate((*specials, *sorted(set(text))))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
@@ -107,7 +107,7 @@ def _with_bos(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of a token that every tokenizer of ours has, such as the special ones."""
+    """Return the id of a token that every tokenizer of ours has, such as the special ones."""
     index = tokenizer.token_to_id(token)
     assert index is not None, f"the tokenizer has no {token}"
     return int(index)
@@ -138,7 +138,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def render_chat(messages: Iterable[dict[str, str]]) -> list[tuple[str, bool]]:
-    """The chat template in Python, as pieces of text with a flag that marks the assistant's own words.
+    """Render the chat template in Python, as pieces of text with a flag that marks the assistant's own words.
 
     Joined, the pieces equal the template's output without a generation prompt, less the beginning-of-sequence token.
     """
@@ -151,5 +151,5 @@ def render_chat(messages: Iterable[dict[str, str]]) -> list[tuple[str, bool]]:
 
 
 def prompt_text(messages: Iterable[dict[str, str]]) -> str:
-    """A dialogue with the opening of the assistant's next turn, without the beginning-of-sequence token."""
+    """Return a dialogue with the opening of the assistant's next turn, without the beginning-of-sequence token."""
     return "".join(text for text, _ in render_chat(messages)) + ASSISTANT

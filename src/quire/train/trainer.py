@@ -91,7 +91,7 @@ def prepare_tokenizer(config: TrainConfig, folder: Path) -> Tokenizer:
 
 
 def prepare_sources(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Source], list[float]]:
-    """The kinds of text to train on, with the share of rows that each gets."""
+    """Return the kinds of text to train on, with the share of rows that each gets."""
     path = config.data or config.shakespeare
     plain: list[Source] = []
     if path:
@@ -106,7 +106,7 @@ def prepare_sources(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[Sou
 
 
 def model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The network's shape; the vocabulary is as large as the tokenizer turned out to be."""
+    """Return the network's shape; the vocabulary is as large as the tokenizer turned out to be."""
     return ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=config.hidden_size,
@@ -120,7 +120,7 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def make_optimizer(config: TrainConfig, model: Llama) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019); norms get no weight decay."""
+    """Return AdamW (Loshchilov and Hutter 2019); norms get no weight decay."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [
@@ -131,7 +131,7 @@ def make_optimizer(config: TrainConfig, model: Llama) -> torch.optim.AdamW:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of step `step` (counted from 0): linear warm-up, then half a cosine down to min_lr_ratio of the peak.
+    """Return the rate of step `step` (from 0): linear warm-up, then half a cosine down to min_lr_ratio of the peak.
 
     Loshchilov and Hutter 2017, without restarts.
     """
@@ -143,20 +143,20 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def row_length(config: TrainConfig, step: int) -> int:
-    """Tokens per row at `step`: context_length first, max_position in the last `long_fraction` of the steps."""
+    """Return the tokens per row at `step`: context_length, and max_position in the last `long_fraction` of steps."""
     is_long = step >= round(config.steps * (1 - config.long_fraction))
     return config.max_position if is_long else config.context_length
 
 
 def make_step_batch(config: TrainConfig, sources: list[Source], shares: list[float], step: int) -> Batch:
-    """The training rows of one step."""
+    """Return the training rows of one step."""
     length = row_length(config, step)
     rows = max(1, config.batch_tokens // length)
     return make_batch(sources, shares, f"{config.seed} step {step}", rows, length)
 
 
 def batch_loss(config: TrainConfig, model: Llama, batch: Batch) -> torch.Tensor:
-    """Weighted mean of the next-token losses of a batch, a float32 scalar."""
+    """Return the weighted mean of the next-token losses of a batch, a float32 scalar."""
     with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
         logits = model(torch.from_numpy(batch.inputs))
     targets = torch.from_numpy(batch.targets).flatten()
@@ -166,7 +166,7 @@ def batch_loss(config: TrainConfig, model: Llama, batch: Batch) -> torch.Tensor:
 
 
 def train_step(config: TrainConfig, model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, step: int) -> float:
-    """One optimizer step; returns the loss before it."""
+    """Take one optimizer step; return the loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     loss = batch_loss(config, model, batch)
@@ -179,7 +179,7 @@ def train_step(config: TrainConfig, model: Llama, optimizer: torch.optim.Optimiz
 
 @torch.no_grad()
 def validation_loss(config: TrainConfig, model: Llama, source: Source) -> float:
-    """Loss on the same rows of the validation split every time."""
+    """Return the loss on the same rows of the validation split every time."""
     batch = make_batch([source], [1.0], f"{config.seed} validation", VALIDATION_ROWS, config.context_length, SPLITS[1])
     return float(batch_loss(config, model, batch))
 
@@ -189,7 +189,7 @@ Reporter = Callable[[dict[str, Any], float], None]
 
 @contextmanager
 def _reporter(config: TrainConfig, progress: Callable[[str], None] | None) -> Iterator[Reporter]:
-    """A function to call after each step: a progress bar, or lines handed to `progress`."""
+    """Return a function to call after each step: a progress bar, or lines handed to `progress`."""
 
     def describe(row: dict[str, Any], tokens_per_second: float) -> str:
         text = f"step {row['step']}/{config.steps} loss {row['train_loss']:.4f}"

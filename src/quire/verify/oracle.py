@@ -141,7 +141,7 @@ def _state(info: ModelInfo, load_format: str) -> dict[str, Any]:
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, options: dict[str, Any]) -> tuple[Any, LayerTrace]:
-    """Plain attention of one sequence, [1, H, T, D] each, with the options that transformers passes."""
+    """Compute plain attention of one sequence, [1, H, T, D] each, with the options that transformers passes."""
     import torch
 
     scale = options.get("scaling") or query.shape[-1] ** -0.5

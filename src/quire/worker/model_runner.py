@@ -498,7 +498,7 @@ class ModelRunner:
         return result
 
     def _score(self, hidden: Array, predicted: np.ndarray, k: int, slot: int) -> list[TokenTopLogprobs]:
-        """Log-probabilities of `predicted` [n] after each hidden row [n, H], and the k best ones; -1: of all.
+        """Return log-probabilities of `predicted` [n] after each hidden row [n, H], and the k best ones; -1: all.
 
         `slot` is that of the adapter that the rows have, -1 for none.
         """

@@ -71,8 +71,8 @@ class HostTierWorker(WorkerTier):
         self._blocks.copy_out(*_ids(transfers))
 
     def load(self, transfers: Sequence[BlockTransfer]) -> None:
-        block_ids, slots = _ids(transfers)
-        self._blocks.copy_in(slots, block_ids)
+        block_ids, host_block_ids = _ids(transfers)
+        self._blocks.copy_in(host_block_ids, block_ids)
 
     def close(self) -> None:
         self._blocks.close()

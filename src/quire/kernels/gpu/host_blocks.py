@@ -7,11 +7,11 @@ buffer on the device, blocks that were loaded are scattered there from another. 
 that wrote it and before it is used again, and is there before the step that reads it, however many steps the host is
 ahead. Gathering runs at the speed of the device's memory, some microseconds for what takes a thousand on PCIe. Two
 other streams move blocks between the buffers and the host, at the full speed of their copy engines, one copy for each
-run of neighbouring slots, and take no multiprocessor from the model. Events order what remains:
+run of neighbouring blocks, and take no multiprocessor from the model. Events order what remains:
 
 - a half of a buffer is filled again only when it was emptied;
-- a slot is read only when what was written to it is there. (It is written only when those that read it have done so:
-  the model's stream has waited for them before it gathers what is to be written.)
+- a block of the pool is read only when what was written to it is there. (It is written only when those that read it
+  have done so: the model's stream has waited for them before it gathers what is to be written.)
 
 Steps wait only if more is to go out at once than the buffer holds, for the rest of it.
 """
@@ -210,18 +210,18 @@ class _Buffer:
 
 
 class _Writes:
-    """When each slot was written last: events of one stream by number, which are reached in their order."""
+    """When each block of the pool was written last: events of one stream by number, in their order."""
 
-    def __init__(self, streams: Streams, num_slots: int) -> None:
+    def __init__(self, streams: Streams, num_blocks: int) -> None:
         self._streams = streams
-        self._last = np.zeros(num_slots, np.int64)  # 0: never
+        self._last = np.zeros(num_blocks, np.int64)  # 0: never
         self._events: dict[int, Event] = {}
         self._count = 0
 
-    def note(self, slots: np.ndarray, event: Event) -> None:
-        """Say that slots are written until a mark."""
+    def note(self, host_block_ids: np.ndarray, event: Event) -> None:
+        """Say that blocks are written once `event` is reached."""
         self._count += 1
-        self._last[slots] = self._count
+        self._last[host_block_ids] = self._count
         self._events[self._count] = event
         if len(self._events) > MAX_EVENTS:
             for number in list(self._events):
@@ -229,9 +229,9 @@ class _Writes:
                     break
                 del self._events[number]
 
-    def of(self, slots: np.ndarray) -> Event | None:
-        """Return the event after which these slots are written; None if that is so already."""
-        return self._events.get(int(self._last[slots].max(initial=0)))
+    def of(self, host_block_ids: np.ndarray) -> Event | None:
+        """Return the event after which these blocks are written; None if that is so already."""
+        return self._events.get(int(self._last[host_block_ids].max(initial=0)))
 
 
 class GPUHostBlocks:
@@ -263,9 +263,9 @@ class GPUHostBlocks:
             self._buffer(Stream.D2H)
             self._buffer(Stream.H2D)
 
-    def copy_out(self, block_ids: np.ndarray, slots: np.ndarray) -> None:
+    def copy_out(self, block_ids: np.ndarray, host_block_ids: np.ndarray) -> None:
         for first in range(0, len(block_ids), self._rows):
-            part = slots[first : first + self._rows]
+            part = host_block_ids[first : first + self._rows]
             half, rows = self._gather(block_ids[first : first + self._rows])
             for piece, places in self._runs(part):
                 self._copy(Stream.D2H, piece, rows[places])
@@ -273,9 +273,9 @@ class GPUHostBlocks:
             self._buffer(Stream.D2H).free[half] = event
             self._written.note(part, event)
 
-    def copy_in(self, slots: np.ndarray, block_ids: np.ndarray) -> None:
+    def copy_in(self, host_block_ids: np.ndarray, block_ids: np.ndarray) -> None:
         for first in range(0, len(block_ids), self._rows):
-            part = slots[first : first + self._rows]
+            part = host_block_ids[first : first + self._rows]
             half, rows = self._next_half(Stream.H2D, Stream.H2D)
             writer = self._written.of(part)
             if writer is not None:
@@ -350,11 +350,11 @@ class GPUHostBlocks:
     def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         self._streams.run(stream, lambda: target.copy_(source, non_blocking=True))
 
-    def _runs(self, slots: np.ndarray) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield runs of neighbouring slots of one piece of the pool, with their places among `slots`."""
+    def _runs(self, host_block_ids: np.ndarray) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield runs of neighbouring blocks of one piece of the pool, with their places among `host_block_ids`."""
         size, start = self._pool.rows, 0
-        cuts = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % size == 0)) + 1
-        for stop in [*cuts.tolist(), len(slots)]:
-            piece, first = divmod(int(slots[start]), size)
+        cuts = np.flatnonzero((np.diff(host_block_ids) != 1) | (host_block_ids[1:] % size == 0)) + 1
+        for stop in [*cuts.tolist(), len(host_block_ids)]:
+            piece, first = divmod(int(host_block_ids[start]), size)
             yield self._pool.pieces[piece][first : first + stop - start], slice(start, stop)
             start = stop

@@ -147,7 +147,7 @@ def _unit_fractions(shape: NumberShape, where: str) -> Lang:
 
     @cache
     def rest(remainder: int, behind: int) -> Lang:
-        """Digits after `behind` ones of a fraction, which are `remainder` units."""
+        """Return digits after `behind` ones of a fraction, which are `remainder` units."""
         if behind == places:
             return rep(text("0"), 0, None) if accepts(remainder) else EMPTY
         unit = 10 ** (places - behind - 1)
