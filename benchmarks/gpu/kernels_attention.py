@@ -88,7 +88,7 @@ def decode(
     metadata = _step(backend, sequences, 1, context)
     per_token = backend.block_nbytes(caches[0]) / BLOCK_SIZE
     candidates = [
-        {"keys": keys, "warps": warps, "stages": stages, "places": places}
+        {"keys": keys, "num_warps": warps, "num_stages": stages, "places": places}
         for keys, warps, stages, places in product((32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3))
     ]
     dense = [
@@ -121,7 +121,7 @@ def prompt(
     ]
     many = sequences * tokens * heads >= 128 * backend.num_sms
     candidates = [
-        {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
+        {"rows": rows, "keys": keys, "num_warps": warps, "num_stages": stages}
         for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
         if rows * power_of_two(size) <= 128 * 128 * warps // 4
     ]

@@ -75,7 +75,7 @@ def _candidates(rows: bool) -> list[dict[str, int]]:
     """Return tiles to try: of experts by rows, or by blocks."""
     if rows:
         return [
-            {"n": n, "k": k, "warps": warps, "stages": stages}
+            {"BN": n, "BK": k, "num_warps": warps, "num_stages": stages}
             for n in (4, 8, 16, 32)
             for k in (128, 256, 512)
             for warps in (4, 8)
@@ -83,7 +83,7 @@ def _candidates(rows: bool) -> list[dict[str, int]]:
             if n * k <= 4096 * warps // 4
         ]
     return [
-        {"n": n, "k": k, "warps": warps, "stages": stages}
+        {"BN": n, "BK": k, "num_warps": warps, "num_stages": stages}
         for n in (32, 64, 128)
         for k in (64, 128)
         for warps in (4, 8)

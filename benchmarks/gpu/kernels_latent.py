@@ -57,9 +57,9 @@ def attend(backend: GPUBackend, name: str, heads: int, sequences: int, tokens: i
 
     pairs = sequences * tokens * (context - (tokens - 1) / 2)  # of a query and a key that it sees
     moved = q.element_size() * q.shape[0] * heads * (size + RANK)
-    default = {"warps": 8, "waves": 1, "least": 2}
+    default = {"num_warps": 8, "waves": 1, "least": 2}
     candidates = [
-        {"rows": rows, "keys": keys, "stages": stages, **default, "waves": waves, "least": least}
+        {"rows": rows, "keys": keys, "num_stages": stages, **default, "waves": waves, "least": least}
         for rows in ((16, 64) if heads <= 16 else (64,))
         for keys, stages in ((32, 5), (32, 7), (64, 3), (64, 5))
         if rows < 64 or (keys, stages) != (64, 5)  # which is more shared memory than there is

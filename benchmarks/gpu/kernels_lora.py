@@ -68,7 +68,7 @@ def lora(backend: GPUBackend, name: str, layer: tuple[int, list[int]], rank: int
     big = count >= 256 and not backend.batch_invariant
     wide = backend.act is torch.float32
     tile = 64 if big and not wide else 16
-    candidates = [{"k": k, "stages": stages} for k in (32, 64, 128, 256) for stages in (2, 3, 4)]
+    candidates = [{"BK": k, "num_stages": stages} for k in (32, 64, 128, 256) for stages in (2, 3, 4)]
     return Case(
         name,
         lambda turn: backend.lora(y, x, layers[turn % turns], rows),

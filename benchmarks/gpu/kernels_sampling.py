@@ -21,11 +21,11 @@ VOCABULARIES = {"8B": 128256, "0.6B": 151936}
 ROWS = (1, 16, 64, 256)
 DRAWS = {"all": (0, 1.0), "top-p 0.9": (0, 0.9), "top-k 50, top-p 0.9": (50, 0.9)}
 WIDTHS = [
-    {"warps": 16, "weigh": 2048, "read": 2048},
-    {"warps": 16, "weigh": 2048, "read": 4096},
-    {"warps": 8, "weigh": 1024, "read": 2048},
-    {"warps": 8, "weigh": 2048, "read": 2048},
-    {"warps": 4, "weigh": 512, "read": 1024},
+    {"num_warps": 16, "weigh": 2048, "read": 2048},
+    {"num_warps": 16, "weigh": 2048, "read": 4096},
+    {"num_warps": 8, "weigh": 1024, "read": 2048},
+    {"num_warps": 8, "weigh": 2048, "read": 2048},
+    {"num_warps": 4, "weigh": 512, "read": 1024},
 ]
 CHOICES = {
     "more rows": WIDTHS,

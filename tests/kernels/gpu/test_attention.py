@@ -30,7 +30,7 @@ class SmallTiles(TunedConfigs):
     """Tiles so small that short sequences have several."""
 
     def get(self, kernel: str, key: str, default: KernelConfig) -> KernelConfig:
-        small = {"rows": 16, "keys": 16, "stages": 1, "warps": 4}
+        small = {"rows": 16, "keys": 16, "num_stages": 1, "num_warps": 4}
         return {name: small.get(name, value) for name, value in default.items()}
 
 

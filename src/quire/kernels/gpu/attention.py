@@ -122,7 +122,7 @@ class AttentionOps(ArrayOps):
         extras, source = (sinks, params.alibi_slopes, scale, cap), (cache.data, cache.scales)
         batch, counts = batch_of(metadata), (sequences, splits, parts, torch_from or 1 << 30)
         form = Form(layer, tiling, pdl)
-        options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": pdl}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": pdl}
         attention_kernel[(tiles, kv_heads * tiling.head_tiles, splits)](
             rows_of(q), source, extras, out, workspace, batch, tables.stride(0), *counts, FORM=form, **options
         )

@@ -27,14 +27,14 @@ class Launch(NamedTuple):
     """The parameters of one launch of `attention_kernel`.
 
     Attributes:
-        tiling: what it is compiled for. padded: elements of a head. warps, stages: of the kernel.
+        tiling: what it is compiled for. padded: elements of a head. num_warps, num_stages: as Triton has them.
         places: programs that run at once on the whole chip.
     """
 
     tiling: Tiling
     padded: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     places: int
 
     def splits(self, programs: int, most_keys: int) -> tuple[int, int]:
@@ -118,12 +118,12 @@ def decode_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, si
     group, padded = params.num_heads // params.num_kv_heads, max(16, power_of_two(params.head_size))
     rows = min(MAX_SHORT_ROWS, max(16, power_of_two(group)))
     vector = padded * cache.data.element_size()
-    default = {"keys": min(64, max(16, 16384 // vector)), "warps": 4, "stages": 3, "places": 2}
+    default = {"keys": min(64, max(16, 16384 // vector)), "num_warps": 4, "num_stages": 3, "places": 2}
     if cache.stored:  # converted in registers, which are what is scarce then
-        default = {"keys": min(64, max(16, 4096 // padded)), "warps": 4, "stages": 4, "places": 3}
+        default = {"keys": min(64, max(16, 4096 // padded)), "num_warps": 4, "num_stages": 4, "places": 3}
     choice = backend.tuned_configs.get("decode_attention", _key(cache, params), default)
     tiling = _tiling(rows, group, choice["keys"], MIN_SHARE, single=single, one_tile=True)
-    return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms * choice["places"])
+    return Launch(tiling, padded, choice["num_warps"], choice["num_stages"], backend.num_sms * choice["places"])
 
 
 def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, tokens: int) -> Launch:
@@ -135,7 +135,7 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
         return _invariant_launch(backend, cache, params, False)
     group, padded = params.num_heads // params.num_kv_heads, max(16, power_of_two(params.head_size))
     if backend.act == torch.float32:
-        default = {"rows": 32, "keys": 32, "warps": 4, "stages": 1}
+        default = {"rows": 32, "keys": 32, "num_warps": 4, "num_stages": 1}
     else:
         large = padded <= 256 and tokens * params.num_heads >= 128 * backend.num_sms
         rows, keys, warps = 128 if large else 64, 64 if padded <= 128 else 32, 8 if large else 4
@@ -146,12 +146,12 @@ def prompt_launch(backend: ArrayOps, cache: KVCache, params: AttentionParams, to
         stages = 3
         while stages > 1 and rows * padded * 2 + stages * 2 * keys * vector > _memory(backend):
             stages -= 1
-        default = {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
+        default = {"rows": rows, "keys": keys, "num_warps": warps, "num_stages": stages}
     size = "many" if tokens * params.num_heads >= 128 * backend.num_sms else "few"
     choice = backend.tuned_configs.get("prompt_attention", f"{_key(cache, params)} {size}", default)
     short = decode_launch(backend, cache, params, False).tiling.queries
     tiling = _tiling(choice["rows"], group, choice["keys"], MIN_PROMPT_SHARE, short=short)
-    return Launch(tiling, padded, choice["warps"], choice["stages"], backend.num_sms)
+    return Launch(tiling, padded, choice["num_warps"], choice["num_stages"], backend.num_sms)
 
 
 def _tiling(rows: int, group: int, keys: int, least: int, *, single: bool = False, **others: Any) -> Tiling:

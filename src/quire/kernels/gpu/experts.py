@@ -41,6 +41,10 @@ TILES = {
     128: ((128, 64, 8, 3), (256, 64, 8, 3)),
 }
 FLOAT32_TILES = (32, 32, 4, 2), (64, 32, 4, 2)
+PAIR_TILES = {  # where each pair is computed by itself
+    "experts_rows_in": {"BN": 16, "BK": 256, "num_warps": 4, "num_stages": 3},
+    "experts_rows_out": {"BN": 8, "BK": 256, "num_warps": 4, "num_stages": 8},
+}
 MAX_ROWS = 4  # tokens whose experts are each computed by themselves
 
 
@@ -133,18 +137,18 @@ class ExpertOps(LinearOps):
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
 
-        def form(kernel: str, default: KernelConfig, rows: int, columns: int, gate: int) -> tuple[ExpertGemv, int]:
-            found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_pairs{tokens * top_k}", default)
-            n, k = found["n"], found["k"]
-            return ExpertGemv(top_k, rows % n == columns % k == 0, n, k, found["stages"], gate), found["warps"]
+        def form(kernel: str, rows: int, columns: int, gate: int) -> tuple[ExpertGemv, int]:
+            found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_pairs{tokens * top_k}", PAIR_TILES[kernel])
+            n, k = found["BN"], found["BK"]
+            return ExpertGemv(top_k, rows % n == columns % k == 0, n, k, found["num_stages"], gate), found["num_warps"]
 
         h = torch.empty((tokens * top_k, inner), dtype=self.act, device=x.device)
-        one, warps = form("experts_rows_in", {"n": 16, "k": 256, "warps": 4, "stages": 3}, inner, hidden, gate)
+        one, warps = form("experts_rows_in", inner, hidden, gate)
         gated_rows[(tokens * top_k, -(-inner // one.N))](
             rows_of(x), ids, packed.first.data, packed.first.bias, h, inner, hidden, FORM=one, num_warps=warps
         )
         out = torch.empty((tokens, hidden), dtype=self.act, device=x.device)
-        two, warps = form("experts_rows_out", {"n": 8, "k": 256, "warps": 4, "stages": 8}, hidden, inner, 0)
+        two, warps = form("experts_rows_out", hidden, inner, 0)
         mixed_rows[(tokens, -(-hidden // two.N))](
             h, ids, weights, packed.last.data, packed.last.bias, out, hidden, inner, FORM=two, num_warps=warps
         )
@@ -168,14 +172,13 @@ class ExpertOps(LinearOps):
         kernel, hidden, inner = ("experts_in", depth, rows) if gate else ("experts_out", rows, depth)
         default = float_tiles(kernel, size, self.act)
         tile = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_m{size}", default)
-        even = rows % tile["n"] == depth % tile["k"] == 0
-        form = GroupedGemm(top_k, gate, even, size, tile["n"], tile["k"])
+        even = rows % tile["BN"] == depth % tile["BK"] == 0
+        form = GroupedGemm(top_k, gate, even, size, tile["BN"], tile["BK"])
         pairs, num_blocks = x.shape[0] * top_k, blocks.experts.shape[0]
         out = torch.empty((pairs, rows), dtype=self.act, device=x.device)
         inputs, sizes = rows_of(x), (pairs, num_blocks, rows, depth)
-        options = {"num_warps": tile["warps"], "num_stages": tile["stages"]}
         grouped_gemm_kernel[(num_blocks * -(-rows // form.BN),)](
-            inputs, weight.data, weight.bias, blocks[:2], out, *sizes, FORM=form, **options
+            inputs, weight.data, weight.bias, blocks[:2], out, *sizes, FORM=form, **launch_options(tile)
         )
         return out
 
@@ -213,7 +216,7 @@ def few_pairs(tokens: int, top_k: int, number: int) -> bool:
 def float_tiles(kernel: str, size: int, act: torch.dtype) -> KernelConfig:
     """Return tiles of the first product ("experts_in") or the second, for blocks of `size` rows."""
     tiles = FLOAT32_TILES if act is torch.float32 else TILES[32 if size <= 32 else min(size, 128)]
-    return dict(zip(("n", "k", "warps", "stages"), tiles[kernel == "experts_out"], strict=True))
+    return dict(zip(("BN", "BK", "num_warps", "num_stages"), tiles[kernel == "experts_out"], strict=True))
 
 
 def coded_tiles(weight: GPULinear, size: int, act: torch.dtype) -> KernelConfig:

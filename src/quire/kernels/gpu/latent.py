@@ -261,12 +261,12 @@ def _choice(backend: ArrayOps, params: AttentionParams, single: bool, scaled: bo
     rows = 64
     if single and not backend.batch_invariant:
         rows = 16 if params.num_heads <= 16 else 32 if params.num_heads <= 32 else 64
-    default = {"rows": rows, "keys": 32 if rows == 64 else 64, "stages": 5, "warps": 8, "waves": 1, "least": 2}
+    default = {"rows": rows, "keys": 32 if rows == 64 else 64, "num_stages": 5, "num_warps": 8, "waves": 1, "least": 2}
     if scaled:  # keys of 8 bits take registers on their way to 16
         rows = min(rows, 32)
         default = {**default, "rows": rows, "keys": 64}
     if backend.act == torch.float32:
-        return {**default, "rows": 16, "keys": 16, "stages": 1}
+        return {**default, "rows": 16, "keys": 16, "num_stages": 1}
     if backend.capability < (9, 0):
         default = {**default, "rows": min(rows, 32), "keys": 32}
     if backend.batch_invariant:
@@ -317,7 +317,7 @@ def latent_attention(
     sequences, rest = metadata.seq_lens.shape[0], size - value
     padded, padded_rest = max(16, power_of_two(value)), max(16, power_of_two(rest))
     sizes = value, rest, padded, padded_rest, cache.block_size, choice["rows"], choice["keys"]
-    form = Latent(metadata.single, *sizes, max(SEQUENCES, power_of_two(sequences)), choice["stages"])
+    form = Latent(metadata.single, *sizes, max(SEQUENCES, power_of_two(sequences)), choice["num_stages"])
     plan = _plan(backend, tokens, heads, metadata, choice, form)
     workspace = None
     if plan.slots:
@@ -325,7 +325,7 @@ def latent_attention(
         workspace = parts, torch.empty((plan.slots, form.BM), dtype=torch.float32, device=q.device)
     step = workspace, batch_of(metadata), plan.shares
     strides, scale = (metadata.block_tables.stride(0), cache.data.stride(0)), params.scale * math.log2(math.e)
-    source, num_warps = (cache.data, cache.scales), choice["warps"]
+    source, num_warps = (cache.data, cache.scales), choice["num_warps"]
     latent_attention_kernel[(plan.pieces,)](
         rows_of(q), source, out, *step, strides, sequences, heads, scale, FORM=form, num_warps=num_warps
     )

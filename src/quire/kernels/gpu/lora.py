@@ -361,14 +361,14 @@ class _Step:
     def shrink(self, x: torch.Tensor, inner: torch.Tensor) -> None:
         """Compute x @ A.T of all parts."""
         slots, (splits, _, parts, rank), depth = self.slots, inner.shape, x.shape[1]
-        default = {"k": 32 if self.wide else 64 if self.many else 128, "stages": 4}
+        default = {"BK": 32 if self.wide else 64 if self.many else 128, "num_stages": 4}
         key = f"m{self.form.M}_r{slots.rank_tile}"
         choice = self.backend.tuned_configs.get("lora_shrink", key, default)
-        share = _up(-(-depth // splits), choice["k"])
-        options = {"num_warps": 4, "num_stages": choice["stages"]}
+        share = _up(-(-depth // splits), choice["BK"])
+        options = {"num_warps": 4, "num_stages": choice["num_stages"]}
         sizes = self.tokens, depth, _up(depth), share
         shrink_kernel[(self.blocks, parts * rank // slots.rank_tile, splits)](
-            rows_of(x), self.rows, slots.table, inner, *sizes, self.form, slots.rank_tile, choice["k"], **options
+            rows_of(x), self.rows, slots.table, inner, *sizes, self.form, slots.rank_tile, choice["BK"], **options
         )
 
     def expand(self, y: torch.Tensor, given: torch.Tensor, splits: int) -> None:

@@ -27,8 +27,8 @@ from quire.kernels.gpu.sampling_kernels import draw
 READ = 4096  # logits that a program looks at together
 PART = 16384  # logits of one sum; fixed, so that sums do not depend on the batch
 ENTRIES = 256  # of a list, for each program
-DRAW = {"warps": 16, "weigh": 2048, "read": 2048}  # see `draw`
-PIECES = {"warps": 16, "weigh": 2048, "read": 2048, "rounds": 4}  # of rows that are cut
+DRAW = {"num_warps": 16, "weigh": 2048, "read": 2048}  # see `draw`
+PIECES = {"num_warps": 16, "weigh": 2048, "read": 2048, "rounds": 4}  # of rows that are cut
 MAX_ORDERED = 1 << 24  # logits that are ordered at once, which bounds the keys' memory to 128 MB
 
 
@@ -118,7 +118,7 @@ class SamplingOps(ArrayOps):
         rows, size = logits.shape
         few = self.draw_key(rows) == "few rows"
         choice = self.tuned_configs.get("draw", self.draw_key(rows), PIECES if few else DRAW)
-        warps, weigh, read = choice["warps"], choice["weigh"], choice["read"]
+        warps, weigh, read = choice["num_warps"], choice["weigh"], choice["read"]
         given = self.from_numpy(np.array((*options, uniforms), np.float64))
         if not few or size <= weigh:
             return draw(logits, given, PART, 1, warps, weigh, read)
