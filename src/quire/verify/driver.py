@@ -72,7 +72,7 @@ class ModelDriver:
             step.continuing = [ContinuingSequenceData(name, new_blocks, start, [], tokens)]
         self._runner.batch.update(step)
         inputs = self._runner.batch.inputs(step.num_scheduled_tokens)
-        if getattr(self.model, "num_token_types", 0):
+        if self.model.num_token_types:
             inputs.extra = {"token_types": np.zeros(len(tokens), int)}
         hidden, _, _ = self._runner.graphs.run(inputs, all_hidden=True)
         assert hidden is not None
@@ -122,7 +122,7 @@ class ModelDriver:
 
 
 class _TracingBackend:
-    """A backend that traces attention layers while `traces` is a list; steps are not recorded as programs then."""
+    """A backend that traces attention layers while `traces` is a list; no step is a graph then."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -135,22 +135,22 @@ class _TracingBackend:
     rotary_write_kv = AttentionOps.rotary_write_kv  # the default, which calls `write_kv` below
 
     def graph(self, build: Callable[[], Arrays]) -> Callable[[], Arrays]:
-        """See `Backend`; not recorded while tracing."""
+        """See `Backend`; not used while tracing."""
         return self._unless_tracing(build, self._backend.graph)
 
     def piecewise_graph(self, build: Callable[[AttentionMetadata], Arrays]) -> Callable[[AttentionMetadata], Arrays]:
-        """See `Backend`; not recorded while tracing."""
+        """See `Backend`; not used while tracing."""
         return self._unless_tracing(build, self._backend.piecewise_graph)
 
-    def _unless_tracing(self, build: Callable[..., Arrays], record: Callable[..., Any]) -> Callable[..., Arrays]:
-        recorded: Callable[..., Arrays] | None = None
+    def _unless_tracing(self, build: Callable[..., Arrays], new_graph: Callable[..., Any]) -> Callable[..., Arrays]:
+        graph: Callable[..., Arrays] | None = None
 
         def run(*metadata: AttentionMetadata) -> Arrays:
-            nonlocal recorded
+            nonlocal graph
             if self.traces is not None:
                 return build(*metadata)
-            recorded = recorded or record(build)
-            return recorded(*metadata)
+            graph = graph or new_graph(build)
+            return graph(*metadata)
 
         return run
 

@@ -31,6 +31,7 @@ from quire.kernels.backend import (
 from quire.kernels.steps import StepShape
 from quire.layers.lora import LoRASlots
 from quire.models.interface import Model
+from quire.models.pooling import PoolingModel
 from quire.step import ForkData, KVCacheSpec
 from quire.worker.input_batch import StepInputs
 
@@ -103,7 +104,6 @@ class StepGraphs:
         self._block_tables = backend.zeros((self._num_groups, max_num_seqs, max_blocks), "int32")
         self._logits_indices = backend.zeros((max_num_seqs,), "int64")
         self._state_rows = backend.zeros((max_num_seqs,), "int64") if states else None
-        self._headless = hasattr(model, "project")
         has_types = model.num_token_types > 0
         self._extra = {"token_types": backend.zeros((max_tokens,), "int64")} if has_types else {}
         self._graphs: OrderedDict[Shape, Callable[..., Arrays]] = OrderedDict()
@@ -288,7 +288,7 @@ class StepGraphs:
             self._lora.begin(tokens, rows, adapted)
         positions = self._positions[0, :tokens] if self._position_axes == 1 else self._positions[:, :tokens]
         hidden = self._model.forward(self._input_ids[:tokens], positions, self._caches, metadata)
-        if self._headless:
+        if isinstance(self._model, PoolingModel):
             return hidden, None, None
         if rows == 0:
             return hidden if all_hidden else None, None, None

@@ -20,6 +20,7 @@ from quire.layers.lora import LoRASlots
 from quire.lora.store import AdapterStore
 from quire.models.interface import Model
 from quire.models.loader import load_model
+from quire.models.pooling import PoolingModel
 from quire.sampling.grammars import GrammarStore
 from quire.sampling.processors import load_processors
 from quire.step import KVCacheGroup, KVCacheSpec, PendingOutput, SchedulerOutput, StoredBlocks
@@ -280,8 +281,8 @@ class Worker:
         return store
 
 
-def _check_adaptable(info: ModelInfo, model: object, slots: LoRASlots) -> None:
-    if hasattr(model, "project"):
+def _check_adaptable(info: ModelInfo, model: Model, slots: LoRASlots) -> None:
+    if isinstance(model, PoolingModel):
         raise ConfigError(
             f"enable_lora is for models that generate text, not for {info.architecture}", param="enable_lora"
         )
