@@ -47,8 +47,8 @@ def cases(backend: GPUBackend, scale: int = 1) -> Iterator[Case]:
         least = max(1, shape.number // scale, shape.top_k)
         small = Shape(shape.name, least, shape.top_k, shape.hidden // scale, shape.inner // scale)
         packed = new_experts(backend, small)
-        for tokens in TOKENS:
-            yield experts(backend, small, packed, max(1, tokens // scale))
+        for tokens in dict.fromkeys(max(1, tokens // scale) for tokens in TOKENS):
+            yield experts(backend, small, packed, tokens)
         del packed
     for tokens in (1, 64, 2048):
         yield route(backend, max(1, tokens // scale))
