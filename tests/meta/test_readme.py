@@ -99,13 +99,29 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert done.stdout.strip() == block("test")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what links may name within a page: its headings, as GitHub spells them."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
+def test_pages_that_the_code_refers_to_exist():
+    named = {
+        name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r"docs/\w+\.md", path.read_text("utf-8"))
+    }
+    assert len(named) > 5
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_in_the_docs_exist(page):
     text = (ROOT / page).read_text("utf-8")
-    folder = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if not target.startswith("http"):
-            assert (folder / target).exists(), target
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if path.startswith("http"):
+            continue
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
     for path in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text):
         assert any(known.endswith(f"/{path}") for known in KNOWN_FILES), path
 
