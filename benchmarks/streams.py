@@ -1,11 +1,16 @@
 """What a streamed token costs: many streams at once from one server, CPU time of the front and of the engine apart.
 
     python benchmarks/streams.py --streams 512 --max-tokens 64
+    python benchmarks/streams.py --bench-serve
 
 Starts `quire serve` with the embedded model, opens all streams at once and reads them with a client that does little.
 Per token there is one server-sent event, so the front's time holds HTTP, detokenizing, JSON and the socket. Besides it
 says whether any stream starves: how far apart first and last end, and the longest silence within one. Linux only (CPU
 times are those of /proc).
+
+With `--bench-serve` the client is `quire bench serve`, with 64 chats of 32 random prompt tokens and up to 128 generated
+ones, all at once, and the server has its default options: "front us/token" is the CPU time of the server's process per
+streamed token.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -24,6 +30,7 @@ from pathlib import Path
 
 from common import ROOT, print_header, print_table
 
+ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT / "src"))
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -132,17 +139,38 @@ def measure(port: int, front: int, engine: int, args: argparse.Namespace, path: 
     ]
 
 
+def measure_bench_serve(port: int, front: int, engine: int) -> list[str]:
+    """Return a row of the table for a run of `quire bench serve`."""
+    before = [cpu_seconds(pid) for pid in (front, engine)]
+    with tempfile.TemporaryDirectory() as folder:
+        load = ["--backend", "openai-chat", "--num-prompts", "64", "--random-input-len", "32"]
+        load += ["--random-output-len", "128", "--port", str(port)]
+        words = ["bench", "serve", *load, "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        subprocess.run([sys.executable, "-m", "quire", *words], stdout=subprocess.DEVNULL, check=True, env=ENVIRONMENT)
+        result = json.loads(Path(folder, "result.json").read_text())
+    used = [cpu_seconds(pid) - then for pid, then in zip((front, engine), before, strict=True)]
+    tokens = result["total_output_tokens"]
+    return [
+        f"quire bench serve, {result['completed']} chats",
+        f"{result['output_throughput']:.0f}",
+        f"{1e6 * used[0] / tokens:.1f}",
+        f"{1e6 * used[1] / tokens:.1f}",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--bench-serve", action="store_true", help="load of `quire bench serve` instead, see above")
     parser.add_argument("options", nargs="*", help="further options of quire serve, behind --")
     args = parser.parse_args()
-    words = ["--port", "0", "--max-num-seqs", str(args.streams), "--disable-access-log", *args.options]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT / "src"))
+    words = ["--port", "0", *args.options]
+    if not args.bench_serve:
+        words += ["--max-num-seqs", str(args.streams), "--disable-access-log"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "quire", "serve", *words], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "quire", "serve", *words], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
     try:
         assert server.stdout is not None
@@ -153,12 +181,17 @@ def main() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
         [engine] = children(server.pid)
         print_header("Streams")
+        header: tuple[str, ...] = ("load", "tokens/s", "front us/token", "engine us/token")
+        if args.bench_serve:
+            measure_bench_serve(port, server.pid, engine)  # compiles the shapes of steps
+            print_table(header, [measure_bench_serve(port, server.pid, engine) for _ in range(args.runs)])
+            return
         rows = []
         for path in ("/v1/completions", "/v1/chat/completions"):
             measure(port, server.pid, engine, args, path)  # compiles the shapes of steps
             rows += [measure(port, server.pid, engine, args, path) for _ in range(args.runs)]
-        header = ("route", "tokens/s", "front us/token", "engine us/token", "first token ms, median / last")
-        print_table((*header, "ends ms, first / last", "longest silence ms"), rows)
+        header += ("first token ms, median / last", "ends ms, first / last", "longest silence ms")
+        print_table(header, rows)
     finally:
         server.terminate()
         server.wait(60)
