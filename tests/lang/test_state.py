@@ -369,14 +369,15 @@ def test_a_backend_that_was_never_used_closes() -> None:
 # More requests than the engine takes
 
 
-def test_many_forks_wait_instead_of_being_refused() -> None:
-    rig = Rig(max_num_seqs=2, max_num_queued_reqs=3)
+@pytest.mark.parametrize("limit", [{"max_num_queued_reqs": 3}, {"max_num_queued_tokens": 50}])
+def test_many_forks_wait_instead_of_being_refused(limit: dict[str, Any]) -> None:
+    rig = Rig(max_num_seqs=2, **limit)
 
     @program
     def wide(s: State) -> None:
         forks = s.fork(20)
         for fork in forks:
-            fork += "a" + gen("x", max_tokens=2)
+            fork += "a" * 30 + gen("x", max_tokens=2)
         s.join(forks)
 
     with rig.backend:

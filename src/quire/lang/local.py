@@ -8,14 +8,16 @@ twice, so the prefix cache holds everything that states have in common, generate
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.config import DEMO_MODEL
-from quire.errors import GenerationError, RequestError
-from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
+from quire.errors import GenerationError, OverloadedError, RequestError
+from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.chat import ChatTemplate
+from quire.frontend.output_processor import RequestStream
 from quire.lang.backend import Backend, Capture, Context, Emit, Turn
 from quire.lang.parts import Gen, Select, max_tokens_of
 from quire.outputs import CompletionOutput, RequestOutput
@@ -24,6 +26,7 @@ from quire.structured_outputs import StructuredOutputParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 MARK_DIGITS = 24
+POLL_SECONDS = 1.0
 
 
 def continuation_ids(tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -141,10 +144,8 @@ class LocalBackend(Backend):
     def __init__(self, model: str = DEMO_MODEL, *, llm: AsyncLLM | None = None, **options: Any) -> None:
         super().__init__()
         self.llm = AsyncLLM(model=model, **{"engine": "inline", **options}) if llm is None else llm
-        limits = self.llm.config.scheduler
-        # More would be refused as an overload; here they wait instead.
-        most = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
-        self.slots = asyncio.Semaphore(most)
+        self._turn = asyncio.Lock()  # of the request that waits for room; all others wait for it
+        self._progress = asyncio.Event()  # that a request has made, after which there may be room
         self._writer: TurnWriter | None = None
 
     def context(self) -> Context:
@@ -152,6 +153,28 @@ class LocalBackend(Backend):
 
     async def shut_down(self) -> None:
         await self.llm.close()
+
+    async def submit(self, prompt: list[int], params: SamplingParams) -> RequestStream:
+        """Submit a request; one that would be refused as an overload waits instead. Its reader calls `progress`."""
+        while True:
+            async with self._turn:
+                while not self._has_room(len(prompt)):
+                    self._progress.clear()
+                    with contextlib.suppress(TimeoutError):  # others may use the engine, too
+                        await asyncio.wait_for(self._progress.wait(), POLL_SECONDS)
+            with contextlib.suppress(OverloadedError):  # another request was faster
+                return await self.llm.submit({"prompt_token_ids": prompt}, params)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        try:
+            self.llm.check_room(num_tokens)
+        except OverloadedError:
+            return False
+        return True
+
+    def progress(self) -> None:
+        """Note that a request has had output, or has ended."""
+        self._progress.set()
 
     def writer(self, tokenizer: Tokenizer) -> TurnWriter:
         """Return what writes turns. Raises `RequestError` if the model has no chat template."""
@@ -282,14 +305,16 @@ class LocalContext(Context):
             raise RequestError("there is no text yet, and this model has no token to begin one with")
         texts: list[str] = []
         token_ids: list[int] = []
-        async with self._backend.slots:
-            stream = await self._backend.llm.submit({"prompt_token_ids": prompt}, params)
-            async with stream:
+        try:
+            async with await self._backend.submit(prompt, params) as stream:
                 async for output in stream:
+                    self._backend.progress()
                     for item in output.outputs:
                         emit(item.text)
                         texts.append(item.text)
                         token_ids.extend(item.token_ids)
+        finally:
+            self._backend.progress()
         if item.error is not None:
             raise item.error
         if item.finish_reason not in ("stop", "length"):
