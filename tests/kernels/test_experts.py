@@ -162,8 +162,8 @@ def test_experts_that_nobody_chose_do_not_matter() -> None:
     ids, weights = np.array([[1, 4]] * 5), np.ones((5, 2), np.float32)
     before = np.array(cpu.experts(x, ids, weights, packed, "silu"))
     for other in (0, 2, 3, 5):
-        for stack in (packed.first, packed.last):
-            stack.weights[other].data[...] = np.nan
+        for product in (packed.first, packed.last):
+            product.matrices[other].data[...] = np.nan
     np.testing.assert_array_equal(cpu.experts(x, ids, weights, packed, "silu"), before)
     ids[2, 1] = 3
     assert np.isnan(cpu.experts(x, ids, weights, packed, "silu")).any(axis=1).tolist() == [

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from quire import logs
 from quire.engine.client import EngineClient
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
 from quire.engine_request import EngineRequest
-from quire.errors import EngineDeadError, GenerationError, QuireError
+from quire.errors import EngineDeadError, GenerationError, QuireError, listed
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.quarantine import Quarantine
 
@@ -213,7 +213,7 @@ class SupervisedClient:
             "the engine died: %s; it was working on %d requests: %s; %d are unfinished",
             error.message,
             len(working_on),
-            _shown(working_on),
+            listed(working_on, MAX_LOGGED) or "none",
             outputs.num_unfinished,
         )
         if self._max_restarts:
@@ -309,9 +309,3 @@ class SupervisedClient:
         if client is self._client and not self.recovering:
             self._killed = client
             client.kill()  # `receive` raises `EngineDeadError` then
-
-
-def _shown(names: Mapping[str, object]) -> str:
-    """Return some of the names, for a line in a log."""
-    listed = ", ".join(list(names)[:MAX_LOGGED])
-    return listed + (", ..." if len(names) > MAX_LOGGED else "") or "none"

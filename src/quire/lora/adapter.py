@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.checkpoint.safetensors import SafetensorsFile
 from quire.checkpoint.tensor import HostTensor, count_nonfinite
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, listed
 from quire.kernels.lora import LoRAChange
 from quire.layers.lora import LoRATarget
 from quire.lora.peft_config import CONFIG_FILE, PeftConfig, read_peft_config
@@ -121,7 +121,7 @@ def _sort(file: SafetensorsFile, targets: Mapping[str, LoRATarget]) -> dict[str,
         target = _find(module.removeprefix(PREFIX), targets)
         if target is None:
             reason = "experts cannot be changed by adapters" if ".experts." in name else NO_LAYER
-            raise ModelError(f"{where}: {reason} (expected one of {_shown(targets)})")
+            raise ModelError(f"{where}: {reason} (expected one of {_last_names(targets)})")
         tensors = modules.setdefault(target.name, _Found(target)).tensors
         if role in tensors:
             raise ModelError(f"{where}: the same as {echo(tensors[role][0])} (expected it once)")
@@ -147,7 +147,7 @@ def _check_targets(
         shown = config.targets.pattern if isinstance(config.targets, re.Pattern) else list(config.targets)
         raise ModelError(
             f"{config.path}: target_modules is {echo(shown)}, of which this model has none (expected some of "
-            f"{_shown(targets)})"
+            f"{_last_names(targets)})"
         )
     for name in selected:
         if name not in modules:
@@ -157,16 +157,16 @@ def _check_targets(
             if not any(name == item or name.endswith(f".{item}") for name in targets):
                 raise ModelError(
                     f"{config.path}: target_modules has {echo(item)}, which this model has not (expected some of "
-                    f"{_shown(targets)})"
+                    f"{_last_names(targets)})"
                 )
     for name, found in modules.items():
         if "whole" not in found.tensors and config.selects(name) is False:
             raise ModelError(f"{path}: tensors for {name}, which target_modules of {CONFIG_FILE} does not name")
 
 
-def _shown(targets: Mapping[str, LoRATarget]) -> str:
-    names = dict.fromkeys(name.rpartition(".")[2] for name in targets)
-    return ", ".join(list(names)[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+def _last_names(targets: Mapping[str, LoRATarget]) -> str:
+    """Return the last parts of the targets' names, for an error."""
+    return listed(dict.fromkeys(name.rpartition(".")[2] for name in targets), MAX_NAMED)
 
 
 class _Reader:

@@ -27,7 +27,7 @@ from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.interleave import ROW_GROUP, tile_height
 from quire.kernels.cpu.jit import Op, jit, op
 from quire.kernels.cpu.pointers import INT, f32_ptr, float64_from_bits, i64_ptr, intrinsic
-from quire.kernels.cpu.products import BLOCKS, FULL_TILES, ROWS, ROWS_IN, TILES, Stack, Weight, multiply
+from quire.kernels.cpu.products import BLOCKS, FULL_TILES, ROWS, ROWS_IN, TILES, ProductWeights, Weight, multiply
 from quire.kernels.cpu.rows import copy_row
 from quire.kernels.cpu.simd import (
     TILE_ROWS,
@@ -250,10 +250,12 @@ class Groups:
     def rows_of(self, array: np.ndarray, row_bytes: int) -> ExpertRows:
         return ExpertRows(array, row_bytes)
 
-    def array_of(self, stack: Stack, name: str) -> ExpertArray | None:
-        return None if getattr(stack.one, name) is None else ExpertArray(stack.addresses[name])
+    def array_of(self, weights: ProductWeights, name: str) -> ExpertArray | None:
+        return None if getattr(weights.one, name) is None else ExpertArray(weights.addresses[name])
 
-    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
+    def emit(
+        self, op: Op, *args: Any, granularity: int, factor: int, work: int, weights: ProductWeights | None = None
+    ) -> None:
         """Emit `op` for the rows of every expert; `granularity` and `factor` must be among `splits`."""
         assert len(args) <= INNER_ARGS, f"{op.name} has too many arguments"
         words, patches = np.zeros(INNER_ARGS, np.int64), []
@@ -280,7 +282,7 @@ class Groups:
             items_at=self.words[at : at + 1],
             alone_below=1 + threads.SMALL_WORK * most // max(1, work),
             grain=max(1, fewest // (self.launcher.num_threads * threads.PIECES)),
-            holds=stack,
+            holds=weights,
         )
 
 
@@ -385,13 +387,13 @@ def group(launcher: Launcher, ids: np.ndarray, experts: int, splits: tuple[RowSp
 class CPUExperts:
     """All experts of a layer: their gate and up projections, and their down projections."""
 
-    first: Stack
-    last: Stack
+    first: ProductWeights
+    last: ProductWeights
 
     @property
     def splits(self) -> tuple[RowSplit, ...]:
         """The splits of all instructions that may follow the grouping."""
-        products = [RowSplit(BLOCKS, stack.factor) for stack in (self.first, self.last)]
+        products = [RowSplit(BLOCKS, weights.factor) for weights in (self.first, self.last)]
         pieces = RowSplit(ROWS, pieces_of(self.first.one.outputs // 2))
         return tuple(dict.fromkeys((RowSplit(TILES, 1), RowSplit(FULL_TILES, 1), *products, pieces)))
 
@@ -399,11 +401,11 @@ class CPUExperts:
 def pack_experts(experts: Iterable[Expert], pack_linear: Callable[..., Weight]) -> CPUExperts:
     """Pack experts one by one with the backend's `pack_linear`. Raises ModelError where they differ in format."""
     pairs = [(pack_linear(*expert.first, gated=True), pack_linear(*expert.last)) for expert in experts]
-    stacks = [Stack(weights) for weights in zip(*pairs, strict=True)]
-    for stack in stacks:
-        if any(_kind(weight) != _kind(stack.one) for weight in stack.weights):
+    both = [ProductWeights(matrices) for matrices in zip(*pairs, strict=True)]
+    for weights in both:
+        if any(_kind(matrix) != _kind(weights.one) for matrix in weights.matrices):
             raise ModelError("the experts of a layer are quantized in different ways (expected the same for all)")
-    return CPUExperts(*stacks)
+    return CPUExperts(*both)
 
 
 def _kind(weight: Weight) -> tuple[object, ...]:
@@ -457,7 +459,7 @@ def experts(
         raise ValueError(f"experts: x is {x.shape}, the experts have {packed.first.one.inputs} inputs")
     if tokens == 0:
         return launcher.empty((0, packed.last.one.outputs))
-    groups = group(launcher, ids, len(packed.first.weights), packed.splits)
+    groups = group(launcher, ids, len(packed.first.matrices), packed.splits)
     gathered = launcher.empty((groups.padded, x.shape[1]))
     sizes = {"items": groups.count, "work": 3 * groups.count * x.shape[1]}
     launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)

@@ -51,6 +51,11 @@ KINDS = {"table": TABLE, "e4m3": E4M3_CODES, "e5m2": E5M2_CODES}
 ONE_BITS = 0x3F80  # 1 in bfloat16
 SHORT = np.float32(256)  # what `decode_fp8` leaves out of E4M3
 
+# Arguments of ops of codes, after those of linear.py for pairs, or for floats: depth of w, group, scales, whether these
+# are bfloat16, table, kind of the codes. Powers are stored as what they add to the bits of bfloat16.
+PAIR_DEPTH, PAIR_GROUP, PAIR_SCALES, PAIR_SHORT, PAIR_TABLE, PAIR_KIND = range(PAIRS + 1, PAIRS + 7)
+FLOAT_DEPTH, FLOAT_GROUP, FLOAT_SCALES, FLOAT_SHORT, FLOAT_TABLE, FLOAT_KIND = range(DEPTH + 1, DEPTH + 7)
+
 
 # Unpacking
 
@@ -102,7 +107,8 @@ def clear(target, place, step, height):
 @jit
 def panel_of_floats(w, args, column, start, stop, panel):
     """Unpack k start .. stop - 1 of 32 columns to float32, [2][PANEL][16]."""
-    depth, group, scales, short, table, kind = args[10], args[11], args[12], args[13], f32_ptr(args[14]), args[15]
+    depth, group, kind = args[FLOAT_DEPTH], args[FLOAT_GROUP], args[FLOAT_KIND]
+    scales, short, table = args[FLOAT_SCALES], args[FLOAT_SHORT], f32_ptr(args[FLOAT_TABLE])
     in_word, groups = 8 if kind == TABLE else 4, (depth + group - 1) // group
     for half in range(2):
         block = column // 16 + half
@@ -125,9 +131,10 @@ def run_tile(height, w, args, scale_at, shift, lines, x_at, panel, panel_at, tar
 
     `lines`: where w begins, from one sixteen columns to the next, and steps. `target`: from `sums` to `finish`.
     """
-    second, factors = np.int64(args[13] == E5M2_CODES), 2 if args[13] == POWERS else args[11]
-    scale_next = (args[8] + args[9] - 1) // args[9] * 16
-    codes = w, u32_ptr(args[12]), second, bf16_ptr(args[10]), scale_at, scale_next, shift
+    kind, depth, group = args[PAIR_KIND], args[PAIR_DEPTH], args[PAIR_GROUP]
+    second, factors = np.int64(kind == E5M2_CODES), 2 if kind == POWERS else args[PAIR_SHORT]
+    scale_next = (depth + group - 1) // group * 16
+    codes = w, u32_ptr(args[PAIR_TABLE]), second, bf16_ptr(args[PAIR_SCALES]), scale_at, scale_next, shift
     operands = u32_ptr(args[X_PAIRS]), x_at, panel, panel_at, PANEL_LINES
     if height == 8:
         coded_many(*codes, *lines, *operands, *target, factors, groups)
@@ -140,7 +147,7 @@ def run_tile(height, w, args, scale_at, shift, lines, x_at, panel, panel_at, tar
 @jit
 def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at, out, place, step):
     """Add the products of k begin .. stop - 1 to a tile, group after group; the `fresh` one, the first, unpacks w."""
-    depth, own, pairs, kind = args[8], args[9], args[PAIRS], args[13]
+    depth, own, pairs, kind = args[PAIR_DEPTH], args[PAIR_GROUP], args[PAIRS], args[PAIR_KIND]
     in_word, count = 4 if kind in (E4M3_CODES, E5M2_CODES) else 8, (depth + own - 1) // own
     group, block, w_next, shift = own, column // 16, depth // in_word, 0
     if kind == POWERS:
@@ -162,7 +169,8 @@ def pair_tile(w, args, column, begin, stop, row, fresh, height, panel, sums, at,
             run_tile(height, w, args, s_at, shift, (w_at, w_next, steps), x_at, panel, panel_at, target, groups)
             resume = 1
             if from_k < until:
-                codes = w, u32_ptr(args[12]), np.int64(kind == E5M2_CODES), bf16_ptr(args[10])
+                second, scales = np.int64(kind == E5M2_CODES), bf16_ptr(args[PAIR_SCALES])
+                codes = w, u32_ptr(args[PAIR_TABLE]), second, scales
                 scale_at, panel_at = s_at + (steps >> shift) * 16, (from_k - begin) // 2 % PANEL_LINES
                 unpack_word(*codes, scale_at, count * 16, shift, w_at + steps, w_next, panel, panel_at, PANEL_LINES)
         if from_k < until:
@@ -205,8 +213,6 @@ def multiply_code_floats(w, args, column, start, stop, out, to, step, scratch):
         multiply_rows(panel, 0, PANEL * 16, args, k, end - k, start, stop, out, to, step, resume)
 
 
-# After the arguments of linear.py come depth of w, group, scales, whether these are bfloat16, table, kind of the codes.
-# Powers are stored as what they add to the bits of bfloat16.
 _pair_items = product_items(multiply_code_pairs)
 _octets = op_of("coded_octets", _pair_items, u8_ptr)
 PAIR_OPS = {

@@ -1,7 +1,8 @@
 """Products of rows with packed weights: all rows with one weight, or the rows of each expert with its own.
 
-One path serves both: `Rows` (or `experts.Groups`, for experts) says which rows there are and emits the ops, a `Stack`
-has the weights. The ops, and what their weights look like, are in linear.py, linear_int.py and linear_coded.py.
+One path serves both: `Rows` (or `experts.Groups`, for experts) says which rows there are and emits the ops,
+`ProductWeights` has the weights. The ops, and what their weights look like, are in linear.py, linear_int.py and
+linear_coded.py.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ Weight = CPULinear | linear_int.IntLinear | linear_coded.CodedLinear
 
 
 @dataclass(frozen=True)
-class Stack:
+class ProductWeights:
     """The weights of a product: one, or that of every expert, all of the same class, sizes and format."""
 
-    weights: tuple[Weight, ...]
+    matrices: tuple[Weight, ...]
 
     @property
     def one(self) -> Weight:
         """The first weight, for the sizes and the format, which all have."""
-        return self.weights[0]
+        return self.matrices[0]
 
     @property
     def factor(self) -> int:
@@ -50,7 +51,7 @@ class Stack:
     def addresses(self) -> dict[str, np.ndarray]:
         """Addresses int64 [E] of the arrays of all weights, by field."""
         names = [field.name for field in fields(self.one) if isinstance(getattr(self.one, field.name), np.ndarray)]
-        return {name: np.array([address_of(getattr(w, name)) for w in self.weights], np.int64) for name in names}
+        return {name: np.array([address_of(getattr(w, name)) for w in self.matrices], np.int64) for name in names}
 
 
 class ProductRows(Protocol):
@@ -77,11 +78,13 @@ class ProductRows(Protocol):
     def rows_of(self, array: np.ndarray, row_bytes: int) -> Any:
         """Return the argument for the address of the first row in `array`, whose rows have `row_bytes`."""
 
-    def array_of(self, stack: Stack, name: str) -> Any:
+    def array_of(self, weights: ProductWeights, name: str) -> Any:
         """Return the argument for the array `name` of the weight; None if there is none."""
 
-    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
-        """Emit an op with `factor` items for each row, tile or block; `stack`: the weights it reads. See `Launcher`."""
+    def emit(
+        self, op: Op, *args: Any, granularity: int, factor: int, work: int, weights: ProductWeights | None = None
+    ) -> None:
+        """Emit an op with `factor` items for each row, tile or block; `weights`: those it reads. See `Launcher`."""
 
 
 class Rows:
@@ -98,14 +101,16 @@ class Rows:
     def rows_of(self, array: np.ndarray, row_bytes: int) -> np.ndarray:
         return array
 
-    def array_of(self, stack: Stack, name: str) -> Any:
-        return getattr(stack.one, name)
+    def array_of(self, weights: ProductWeights, name: str) -> Any:
+        return getattr(weights.one, name)
 
-    def emit(self, op: Op, *args: Any, granularity: int, factor: int, work: int, stack: Stack | None = None) -> None:
+    def emit(
+        self, op: Op, *args: Any, granularity: int, factor: int, work: int, weights: ProductWeights | None = None
+    ) -> None:
         parts = self.count // TILE_ROWS if granularity == FULL_TILES else -(-self.count // ROWS_IN[granularity])
         prefetched: dict[str, Any] = {}
-        if stack is not None and parts == 1:
-            data = stack.one.data
+        if weights is not None and parts == 1:
+            data = weights.one.data
             prefetched = {"prefetch": data, "prefetch_bytes": data.nbytes // factor}
         self.launcher.emit(op, *args, items=parts * factor, work=work, **prefetched)
 
@@ -131,7 +136,7 @@ def linear(
     if x.shape[0] == 0:
         return launcher.empty((0, outputs))
     x, step = as_rows(x)
-    out = multiply(Rows(launcher, x.shape[0]), x, step, Stack((weight,)), gate, vnni, round_inputs)
+    out = multiply(Rows(launcher, x.shape[0]), x, step, ProductWeights((weight,)), gate, vnni, round_inputs)
     return out[: x.shape[0], :outputs]
 
 
@@ -139,22 +144,22 @@ def multiply(
     rows: ProductRows,
     x: np.ndarray,
     step: int,
-    stack: Stack,
+    weights: ProductWeights,
     gate: int | None,
     vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
     """Emit a product, see `linear`, of rows `step` elements apart; rows and columns of the result are padded."""
     source, gate_kind = (rows.rows_of(x, 4 * step), step), NO_GATE if gate is None else gate
-    if isinstance(stack.one, linear_int.IntLinear):
-        return _integers(rows, source, stack, stack.one, gate_kind, vnni, round_inputs)
-    if stack.one.paired:
-        return _pairs(rows, source, stack, stack.one, gate_kind)
-    return _floats(rows, source, stack, stack.one, gate_kind)
+    if isinstance(weights.one, linear_int.IntLinear):
+        return _integers(rows, source, weights, weights.one, gate_kind, vnni, round_inputs)
+    if weights.one.paired:
+        return _pairs(rows, source, weights, weights.one, gate_kind)
+    return _floats(rows, source, weights, weights.one, gate_kind)
 
 
 def _pairs(
-    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
+    rows: ProductRows, source: Any, weights: ProductWeights, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
 ) -> np.ndarray:
     """Emit the rounding of rows to tiles of pairs of bfloat16, and their product."""
     pairs, capacity = (one.inputs + 1) // 2, rows.capacity(TILES)
@@ -162,11 +167,11 @@ def _pairs(
     args = *source, packed, rows.row_count, one.inputs
     rows.emit(pack_bf16_tiles, *args, granularity=TILES, factor=1, work=rows.count * one.inputs)
     product = linear_coded.pair_op(one) if isinstance(one, linear_coded.CodedLinear) else linear_pairs
-    return _product(rows, product, stack, capacity, gate_kind, (packed, pairs))
+    return _product(rows, product, weights, capacity, gate_kind, (packed, pairs))
 
 
 def _floats(
-    rows: ProductRows, source: Any, stack: Stack, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
+    rows: ProductRows, source: Any, weights: ProductWeights, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
 ) -> np.ndarray:
     """Emit the packing of the rows that fill whole tiles, and the product of all in float32."""
     depth = one.inputs
@@ -174,43 +179,43 @@ def _floats(
     work = 4 * rows.count * depth
     rows.emit(interleave_tiles_f32, *source, packed, depth, granularity=FULL_TILES, factor=1, work=work)
     product = FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
-    return _product(rows, product, stack, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
+    return _product(rows, product, weights, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
 
 
-def _coding(rows: ProductRows, stack: Stack) -> tuple[Any, ...]:
+def _coding(rows: ProductRows, weights: ProductWeights) -> tuple[Any, ...]:
     """Return the arguments that ops of codes have beyond those of floats; none for other weights."""
-    if not isinstance(stack.one, linear_coded.CodedLinear):
+    if not isinstance(weights.one, linear_coded.CodedLinear):
         return ()
-    weight, scales = stack.one, rows.array_of(stack, "scales")
+    weight, scales = weights.one, rows.array_of(weights, "scales")
     short = int(weight.scales.dtype == np.uint16)
-    return weight.depth, weight.group, scales, short, rows.array_of(stack, "table"), linear_coded.kind_of(weight)
+    return weight.depth, weight.group, scales, short, rows.array_of(weights, "table"), linear_coded.kind_of(weight)
 
 
 def _product(
-    rows: ProductRows, op: Op, stack: Stack, capacity: int, gate_kind: int, inputs: tuple[Any, ...]
+    rows: ProductRows, op: Op, weights: ProductWeights, capacity: int, gate_kind: int, inputs: tuple[Any, ...]
 ) -> np.ndarray:
     """Emit an op of float weights or codes; `inputs` are its arguments after the gate's kind, see linear.py."""
-    one = stack.one
+    one = weights.one
     width = one.padded // 2 if one.gated else one.padded
     out = rows.launcher.empty((capacity, width))
     target = rows.rows_of(out, 4 * width), width, rows.row_count
     work = rows.count * one.padded * one.depth
     args = (
-        rows.array_of(stack, "data"),
-        rows.array_of(stack, "bias"),
+        rows.array_of(weights, "data"),
+        rows.array_of(weights, "bias"),
         *target,
         gate_kind,
         *inputs,
-        *_coding(rows, stack),
+        *_coding(rows, weights),
     )
-    rows.emit(op, *args, granularity=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    rows.emit(op, *args, granularity=BLOCKS, factor=weights.factor, work=work, weights=weights)
     return out
 
 
 def _integers(
     rows: ProductRows,
     source: Any,
-    stack: Stack,
+    weights: ProductWeights,
     one: linear_int.IntLinear,
     gate_kind: int,
     vnni: bool,
@@ -226,7 +231,7 @@ def _integers(
         packed = rows.rows_of(launcher.empty((capacity * depth // 4,), np.uint32), depth)
         starts = rows.rows_of(launcher.empty((capacity * parts,), np.int32), 4 * parts)
         scales = rows.rows_of(launcher.empty((capacity,)), 4)
-        made = one.group, 1 << (one.bits - 1), packed, starts, scales, rows.array_of(stack, "order")
+        made = one.group, 1 << (one.bits - 1), packed, starts, scales, rows.array_of(weights, "order")
         rows.emit(quantize.quantize_tiles, *read, *made, granularity=TILES, factor=1, work=rows.count * depth)
     else:
         if one.bits != 8 or one.group_scales is not None:
@@ -234,9 +239,9 @@ def _integers(
         op, starts, scales = linear_int.FLOAT_OP, None, None
         packed = rows.rows_of(launcher.empty((capacity * depth,)), 4 * depth)
         rows.emit(quantize.interleave_tiles, *read, packed, granularity=TILES, factor=1, work=rows.count * depth)
-    factors = (rows.array_of(stack, name) for name in ("scales", "group_scales", "zeros", "bias"))
-    args = rows.array_of(stack, "data"), depth, one.group, *factors, packed, starts, scales
+    factors = (rows.array_of(weights, name) for name in ("scales", "group_scales", "zeros", "bias"))
+    args = rows.array_of(weights, "data"), depth, one.group, *factors, packed, starts, scales
     target = rows.rows_of(out, 4 * width), width, rows.row_count, gate_kind
     work = rows.count * one.padded * depth
-    rows.emit(op, *args, *target, granularity=BLOCKS, factor=stack.factor, work=work, stack=stack)
+    rows.emit(op, *args, *target, granularity=BLOCKS, factor=weights.factor, work=work, weights=weights)
     return out
