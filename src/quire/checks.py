@@ -117,6 +117,16 @@ def check_unicode(value: Any, where: str) -> None:
         raise RequestError(message, param=where) from None
 
 
+def check_sendable(value: Any, where: str) -> None:
+    """Raise `RequestError` if a JSON value has what cannot be sent to another process."""
+    check_unicode(value, where)
+    try:
+        with contextlib.suppress(TypeError):
+            msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise RequestError(f"{where} may have no integers of more than 64 bits", param=where) from None
+
+
 def missing(where: str) -> RequestError:
     """Return the error for a field that must be there."""
     return RequestError(f"{where} is required", param=where, code="missing_required_parameter")

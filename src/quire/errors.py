@@ -186,8 +186,8 @@ class ErrorData(msgspec.Struct, frozen=True):
 
     @property
     def refused(self) -> bool:
-        """Whether the request is at fault, since this engine can never serve it, not the engine."""
-        return issubclass(self.kind, RequestError)
+        """Whether the engine did not fail: it can never serve the request, or is asleep."""
+        return issubclass(self.kind, RequestError | EngineAsleepError)
 
     def exception(self) -> QuireError:
         """Return the error, of the same class, to be raised."""

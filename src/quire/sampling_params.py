@@ -23,8 +23,8 @@ from quire.checks import (
     check_float,
     check_int,
     check_list,
+    check_sendable,
     check_strings,
-    check_unicode,
     wrong_type,
     wrong_value,
 )
@@ -169,7 +169,7 @@ def _check_top_n_sigma(name: str, value: Any) -> float:
 def _check_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
-    check_unicode(value, name)
+    check_sendable(value, name)
     return value
 
 
@@ -218,7 +218,7 @@ class LogitsProcessorParams(msgspec.Struct, omit_defaults=True):
                 param="logits_processors",
                 code="invalid_type",
             )
-        check_unicode([self.name, self.args], "logits_processors")
+        check_sendable([self.name, self.args], "logits_processors")
 
 
 def as_struct(name: str, value: Any, kind: type[_S]) -> _S:

@@ -196,6 +196,8 @@ def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
         ({"logits_processors": [{"args": {}}]}, "logits_processors[0]", "missing_required_parameter"),
         ({"logits_processors": [{"name": "x", "how": 1}]}, "logits_processors[0]", "unknown_parameter"),
         ({"logits_processors": ["x"], "extra_args": [1]}, "extra_args", "invalid_type"),
+        ({"logits_processors": ["x"], "extra_args": {"y": 2**64}}, "extra_args", "invalid_value"),
+        ({"logits_processors": [{"name": "x", "args": {"y": 2**64}}]}, "logits_processors", "invalid_value"),
         ({"repetition_detection": 3}, "repetition_detection", "invalid_type"),
         ({"repetition_detection": {}}, "repetition_detection", "missing_required_parameter"),
         (

@@ -156,17 +156,26 @@ def test_an_engine_with_requests_does_not_sleep() -> None:
 
 def test_requests_may_not_begin_from_the_moment_it_is_told_to_sleep() -> None:
     async def main() -> None:
-        llm, client = fake_async_llm()
-        async with llm:
+        async with AsyncLLM(num_gpu_blocks_override=64, engine="inline") as llm:
             sleeping = asyncio.ensure_future(llm.sleep())
             await asyncio.sleep(0)
             with pytest.raises(EngineAsleepError):
-                await llm.submit("x")
+                await llm.submit(PROMPTS[0])
+            assert await sleeping > 0
+            assert llm.is_sleeping
+            sleeping = asyncio.ensure_future(llm.sleep(2))
             waking = asyncio.ensure_future(llm.wake_up())  # in the order of the calls
-            assert await sleeping == 1000
-            await waking
+            await asyncio.gather(sleeping, waking)
             assert not llm.is_sleeping
-            assert client.engine.sleep_level == 0
+            assert [output async for output in llm.generate(PROMPTS[0], GREEDY)][-1].finished
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_is_not_asleep() -> None:
+    async def main() -> None:
+        llm, client = fake_async_llm()
+        async with llm:
             client.die()
             with pytest.raises(EngineDeadError):
                 await llm.sleep()

@@ -249,8 +249,11 @@ class FakeEngine:
             if item.num_done in (self.killers.get(item.request.request_id), self.killers.get(item.sequence_id)):
                 names = dict.fromkeys(other.request.request_id for other in running)
                 raise EngineDeadError("the engine process ended with exit code -11", suspects=list(names))
-        outputs = [self._advance(item, now) for item in running]
-        return EngineOutputs(outputs=outputs, stats=self.stats(), timestamp=time.monotonic())
+        return self.outputs([self._advance(item, now) for item in running])
+
+    def outputs(self, outputs: list[SequenceOutput]) -> EngineOutputs:
+        """Return outputs with the state of the engine."""
+        return EngineOutputs(outputs, self.stats(), time.monotonic(), self.sleep_level)
 
     def stats(self) -> SchedulerStats:
         """Count live sequences; each running one holds one of 64 blocks."""
@@ -336,7 +339,7 @@ class FakeClient:
         self.num_dumps = 0
         self._start_error = start_error
         self._news = asyncio.Event()
-        self._answers: list[CallResult] = []
+        self._answers: list[EngineOutputs | CallResult] = []
         self._dead: EngineDeadError | None = None
 
     async def start(self) -> Ready:
@@ -356,6 +359,8 @@ class FakeClient:
                 answer = CallResult(call_id=message.call_id, value=self.engine.call(message.method, message.arguments))
             except QuireError as error:
                 answer = CallResult(call_id=message.call_id, error=ErrorData.of(error))
+            if message.method in ("sleep", "wake_up"):
+                self._answers.append(self.engine.outputs([]))  # all clients are told
             self._answers.append(answer)
         else:
             self.engine.send(message)

@@ -67,7 +67,6 @@ logger = logging.getLogger(__name__)
 THREAD_CHARS = 4096
 TOKENIZER_THREADS = 2
 GRAMMAR_THREADS = 8  # they wait for other processes
-QUEUED_PER_RUNNING = 4
 POOLING_WINDOW = 128  # requests of one call in flight
 POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
 YIELD_EVERY = 4
@@ -130,14 +129,10 @@ class AsyncLLM:
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
-        limits = self.config.scheduler
-        self.max_num_queued_reqs = limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        self.max_num_queued_reqs = self.config.scheduler.most_queued_reqs
         self.adapters = AdapterRegistry(self.config, self.call)
-        self._sleep_lock = asyncio.Lock()
-        self._sleep_level = 0  # the engine's as it was last told, or what a call under way asks for
-        self._max_num_queued_tokens = (
-            limits.max_num_queued_tokens or self.max_num_queued_reqs * limits.max_num_batched_tokens
-        )
+        self._sleep_level = 0  # as the engine has last said
+        self._num_falling_asleep = 0  # calls of `sleep` that are not answered; no request begins from there
 
     async def start(self) -> None:
         """Load tokenizer and model; return when requests can be served.
@@ -225,7 +220,7 @@ class AsyncLLM:
         """
         await self.start()
         processor = self._alive().inputs
-        if self._sleep_level:
+        if self._sleep_level or self._num_falling_asleep:
             raise EngineAsleepError("the engine is asleep; wake it up first")
         self.check_room(max_ttft=max_ttft)
         arrival_time = time.monotonic()
@@ -277,7 +272,7 @@ class AsyncLLM:
             raise OverloadedError(
                 f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
             )
-        if queued and queued + num_tokens > self._max_num_queued_tokens:
+        if queued and queued + num_tokens > self.config.scheduler.most_queued_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
         limits = [limit for limit in (max_ttft, self.config.server.max_ttft) if limit is not None]
         if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):
@@ -524,26 +519,20 @@ class AsyncLLM:
         Raises `RequestError` while requests are unfinished.
         """
         check_sleep_level(level)
-        async with self._sleep_lock:
-            if self.num_unfinished:
-                raise RequestError(
-                    f"{self.num_unfinished} requests are unfinished; the engine can sleep once they have ended",
-                    code="engine_busy",
-                )
-            before, self._sleep_level = self._sleep_level, max(self._sleep_level, level)  # no request begins from here
-            try:
-                answer = await self.call("sleep", level=level)
-            except QuireError:  # if the caller is cancelled, the engine sleeps all the same
-                self._sleep_level = before
-                raise
-            self._sleep_level = int(answer["level"])
-            return int(answer["freed"])
+        if self.num_unfinished:
+            raise RequestError(
+                f"{self.num_unfinished} requests are unfinished; the engine can sleep once they have ended",
+                code="engine_busy",
+            )
+        self._num_falling_asleep += 1
+        try:
+            return int((await self.call("sleep", level=level))["freed"])
+        finally:
+            self._num_falling_asleep -= 1
 
     async def wake_up(self) -> None:
         """Allocate again what `sleep` has freed. Raises `QuireError`, and goes on sleeping, if it is not free."""
-        async with self._sleep_lock:
-            await self.call("wake_up")  # whoever has put it to sleep
-            self._sleep_level = 0
+        await self.call("wake_up")  # whoever has put it to sleep
 
     @property
     def is_sleeping(self) -> bool:

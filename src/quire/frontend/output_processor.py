@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest, ResumedSequence
-from quire.errors import ErrorData, QuireError, RequestError
+from quire.errors import EngineAsleepError, ErrorData, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.replay import REST, remaining
 from quire.frontend.stats import FinishedRequest, StatListener
@@ -574,7 +574,7 @@ class OutputProcessor:
             n=state.n,
             num_sequences=len(state.completions),
             finish_reason=state.completions[0].finish_reason or "abort",
-            refused=isinstance(state.completions[0].error, RequestError),
+            refused=isinstance(state.completions[0].error, RequestError | EngineAsleepError),
             num_cached_tokens=state.num_cached_tokens,
             metrics=state.metrics,
             max_generation_tokens=max(item.num_tokens for item in state.completions),

@@ -23,7 +23,7 @@ class FinishedRequest:
         num_generation_tokens: over all sequences. max_tokens: as limited to the context; n: completions returned.
         num_sequences: completions generated, more than n with `best_of`.
         finish_reason: of the first completion; "abort" if the caller went away. refused: whether, with "error", the
-            engine could never have served it.
+            engine did not fail: it could never have served it, or was asleep.
         max_generation_tokens: of the longest sequence.
     """
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-import msgspec
 from starlette.responses import Response
 
 from quire.checks import wrong_value
@@ -87,18 +86,7 @@ def request_params(context: ModelContext, body: GenerationRequest, **changes: An
     defaults = context.llm.front_model.sampling_defaults
     params = SamplingParams(**with_recommended(defaults, {**given, **changes, "output_kind": kind}))
     _check_logprobs(params, context.config.model.max_logprobs)
-    if params.logits_processors:
-        _check_arguments(body)
     return params
-
-
-def _check_arguments(body: GenerationRequest) -> None:
-    """Raise `RequestError` for arguments of logits processors that cannot be sent to the engine."""
-    for name in ("logits_processors", "vllm_xargs"):
-        try:
-            msgspec.msgpack.encode(getattr(body, name))
-        except OverflowError:
-            raise RequestError(f"{name} may have no integers of more than 64 bits", param=name) from None
 
 
 def _check_logprobs(params: SamplingParams, most: int) -> None:

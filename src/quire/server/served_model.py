@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.frontend.async_llm import QUEUED_PER_RUNNING, AsyncLLM
+from quire.frontend.async_llm import AsyncLLM
 from quire.server.errors import HTTPProblem, retry_headers
 from quire.server.model_entry import accepted_names, served_names
 
@@ -128,8 +128,7 @@ class ServedModel:
     @property
     def max_waiting(self) -> int:
         """Most requests that may wait for it to be loaded."""
-        limits = self.config.scheduler
-        return limits.max_num_queued_reqs or QUEUED_PER_RUNNING * limits.max_num_seqs
+        return self.config.scheduler.most_queued_reqs
 
     # ---- events ----
 

@@ -117,7 +117,7 @@ def _user(metadata: Fields) -> str:
     user = check_length(metadata.string("user_id"), metadata.place("user_id"), MAX_USER_ID)
     if len(user) <= MAX_USER_LENGTH:
         return user
-    return hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()  # any digest tells users apart
+    return hashlib.sha256(user.encode()).hexdigest()  # any digest tells users apart
 
 
 def _tools(body: ConversationRequest) -> dict[str, Any]:
