@@ -25,6 +25,39 @@ found = rows.local_ids(Launcher(1), np.array([7, 3]), 5, 4)
 print(before, rows.shift_ids.is_cached(), found.tolist())
 """
 
+# Two ops of one body; large enough to be called, and not to become part of its callers.
+TWINS = """
+import ctypes
+import numpy as np
+from quire.kernels.cpu.jit import jit, op_of
+from quire.kernels.cpu.pointers import i64_ptr
+
+def body(value):
+    @jit
+    def items(args, first, last, scratch):
+        out = i64_ptr(args[0])
+        for item in range(first, last):
+            total = value
+            for k in range(item):
+                if total % 7 == 3:
+                    total = total * 3 + k
+                elif total % 11 == 5:
+                    total = total // 2 - k * 5
+                else:
+                    total += value * k - total % 13 * (k + 3)
+            out[item] = total
+    return items
+
+OPS = {name: op_of(name, body(value)) for name, value in (("one", 1), ("two", 2))}
+SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+def run(name):
+    out = np.zeros(4, np.int64)
+    args = np.array([out.ctypes.data], np.int64)
+    SIGNATURE(OPS[name].address)(args.ctypes.data, 0, 4, 0)
+    return out.tolist()
+"""
+
 # Prints every op's results, so that two CPUs can be compared.
 TOUR = """
 import sys
@@ -86,6 +119,15 @@ def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -
     for text in [answer(process) for process in [start(SHIFT, tmp_path) for _ in range(2)]]:
         assert text.endswith("True [2, 0]")
     assert answer(start(SHIFT, tmp_path)) == "True True [2, 0]"
+
+
+def test_ops_of_one_body_that_two_processes_have_compiled_stay_apart(tmp_path: Path) -> None:
+    (tmp_path / "twins.py").write_text(TWINS)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import twins; print([*map(twins.run, sys.argv[1:])])"
+    one, two = [1, -2, -45, -78], [2, -4, -11, -31]
+    assert answer(start(code, None, "one")) == str([one])
+    assert answer(start(code, None, "two")) == str([two])
+    assert answer(start(code, None, "one", "two")) == str([one, two])
 
 
 def test_a_changed_source_file_drops_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

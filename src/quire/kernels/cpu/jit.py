@@ -6,6 +6,10 @@ compiled code can walk without Python (team.py). Functions that ops call are dec
 Numba keys a function's cache by the file it stands in, not by the files of the functions it calls, and it writes its
 index before the code. So two rules hold here: everything cached has one signature only, so that whoever wins a race
 between two processes writes the same thing; and `refresh_cache` drops all of it when any file of this folder changes.
+
+It names machine code by the function's name and a number that counts functions in a process. So two functions that were
+made in one place, by a function that returns them, may have the same symbol if two processes have compiled them, and
+where both are loaded from the cache one would be called in the place of the other. Names have a word of the process.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +33,16 @@ from quire.kernels.cpu.pointers import FLOAT_FORMATS, FORMATS
 STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
+PROCESS = secrets.token_hex(8)
+
 _JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-jit = njit(**_JIT_OPTIONS)
-"""Decorates functions that ops call. No fastmath anywhere: the order of every sum is fixed."""
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Decorate a function that ops call. No fastmath anywhere: the order of every sum is fixed."""
+    function.__qualname__ += f"_{PROCESS}"
+    return njit(**_JIT_OPTIONS)(function)
+
 
 inline_jit = njit(**_JIT_OPTIONS, inline="always")
 """Decorates a large function that is called in one place. It becomes part of its caller before LLVM compiles that.
