@@ -63,6 +63,9 @@ class PlainHostBlocks:
 class HostMemory:
     """The part of a backend whose device is the host: its memory, and pools of blocks in it."""
 
+    def available_memory(self) -> int:
+        return memory.available_memory()
+
     def used_memory(self) -> int:
         return memory.resident_memory()
 

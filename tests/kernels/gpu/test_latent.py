@@ -76,9 +76,7 @@ def expected(scene: Scene, sequences: int) -> torch.Tensor:
         metadata.slot_mapping,
     )
     rows = int(kept.cu_query_lens[-1])
-    return paged_attention(
-        scene.q[:rows].float().cpu(), plain[None, :, :, None].cpu(), kept, scene.params, torch.float64
-    )
+    return paged_attention(scene.q[:rows].float().cpu(), plain[None, :, :, None].cpu(), kept, scene.params)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, act: str) -> None:

@@ -55,7 +55,6 @@ from quire.kernels.cpu.threads import Launcher
 from quire.kernels.experts import Expert
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange
-from quire.kernels.memory import available_memory
 from quire.kernels.weight_storage import stored_layout
 
 P = ParamSpec("P")
@@ -192,9 +191,6 @@ class CPUBackend(HostMemory, Backend):
         source, target = np.asarray(x), np.asarray(out)
         self._launcher.call(lambda: exchange(source, target))
         return out
-
-    def available_memory(self) -> int:
-        return available_memory()
 
     # Weights
 

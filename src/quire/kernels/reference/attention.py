@@ -46,31 +46,40 @@ def attend(
 
 
 def read(
-    cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, params: AttentionParams, compute: torch.dtype
+    cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, params: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values [P, Hkv, D] at `positions` [P] of a sequence with this block table.
 
     cache is [2, B, bs, Hkv, D], or [1, B, bs, 1, D] where values are the first elements of keys.
     """
     block_size = cache.shape[2]
-    sides = cache[:, table[positions // block_size].long(), positions % block_size].to(compute)
+    sides = cache[:, table[positions // block_size].long(), positions % block_size].double()
     return sides[0], sides[-1][..., : params.out_size]
 
 
 def paged_attention(
-    q: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, params: AttentionParams, compute: torch.dtype
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    params: AttentionParams,
+    *,
+    by_query: bool = False,
 ) -> torch.Tensor:
-    """See `Backend.paged_attention`; the arithmetic is done in dtype `compute`."""
+    """See `Backend.paged_attention`; `by_query`: each query by itself, with no more than the keys that it may see."""
     heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
     out = heads.new_empty((*heads.shape[:2], params.out_size))
+    behind, ahead = params.reach
     starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
     for s, length in enumerate(lengths):
-        start, stop = starts[s], starts[s + 1]
-        positions = torch.arange(length - (stop - start), length, device=q.device)
-        # Keys before every query's window may be gone, their blocks given to someone else.
-        oldest = max(0, length - (stop - start) - params.reach[0])
-        key_positions = torch.arange(oldest, length, device=q.device)
-        keys, values = read(cache, metadata.block_tables[s], key_positions, params, compute)
-        part = attend(heads[start:stop].to(compute), positions, keys, values, key_positions, params)
-        out[start:stop] = part.to(out.dtype)
+        begin, end = starts[s], starts[s + 1]
+        step = 1 if by_query else max(1, end - begin)
+        for start in range(begin, end, step):
+            stop = start + step
+            first, last = length - (end - start), length - (end - stop)
+            positions = torch.arange(first, last, device=q.device)
+            # Keys before every query's window may be gone, their blocks given to someone else.
+            seen = torch.arange(max(0, first - behind), min(length, last + ahead), device=q.device)
+            keys, values = read(cache, metadata.block_tables[s], seen, params)
+            part = attend(heads[start:stop].double(), positions, keys, values, seen, params)
+            out[start:stop] = part.to(out.dtype)
     return out.reshape(q.shape[0], -1)

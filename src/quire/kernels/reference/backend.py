@@ -31,8 +31,7 @@ from quire.kernels.backend import (
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
-from quire.kernels.memory import available_memory
-from quire.kernels.reference.attention import attend, paged_attention, read
+from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 from quire.kernels.weight_storage import stored_layout
@@ -168,7 +167,6 @@ class ReferenceBackend(HostMemory, Backend):
         self.quantization = quantization
         self.device = torch.device(device)
         self._round_linear_inputs = round_linear_inputs
-        self._compute = torch.float32 if self.device.type == "mps" else torch.float64
         self.arithmetic = f"{device} torch {torch.__version__}, rounds {round_linear_inputs}, rows {self.rows}"
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -197,11 +195,6 @@ class ReferenceBackend(HostMemory, Backend):
 
     def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(arrays), dim=-1)
-
-    def available_memory(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return available_memory()
 
     def compiled_before(self) -> bool:
         """Nothing is compiled here."""
@@ -262,7 +255,7 @@ class ReferenceBackend(HostMemory, Backend):
         return weight.weight[local * mine].float() * mine[:, None]
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        return self._multiply(x, weight, weight.weight.to(self._compute))
+        return self._multiply(x, weight, weight.weight.double())
 
     def _multiply(self, x: torch.Tensor, weight: ReferenceLinear, wide: torch.Tensor) -> torch.Tensor:
         """Return the product of `linear`; `wide` is the weight in the dtype of sums."""
@@ -270,13 +263,13 @@ class ReferenceBackend(HostMemory, Backend):
             x = weight.round_inputs(x)
         elif self._round_linear_inputs:
             x = x.to(weight.weight.dtype)
-        out = (x.to(self._compute) @ wide.T).float()
+        out = (x.double() @ wide.T).float()
         return out if weight.bias is None else out + weight.bias
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = x.to(weight.dtype) if self._round_linear_inputs else x
-        heads = x.to(self._compute).unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
-        return (heads @ weight.to(self._compute).mT).transpose(0, 1).flatten(0, 1).float()
+        heads = x.double().unflatten(0, (-1, weight.shape[0])).transpose(0, 1)
+        return (heads @ weight.double().mT).transpose(0, 1).flatten(0, 1).float()
 
     def gated_linear(self, x: torch.Tensor, weight: ReferenceLinear, activation: str) -> torch.Tensor:
         return self.gated_activation(self.linear(x, weight), activation)
@@ -335,12 +328,12 @@ class ReferenceBackend(HostMemory, Backend):
             for size, part in zip(slots.sizes, parts, strict=True):
                 for row in mine.tolist() if part is not None else ():
                     assert part is not None
-                    given = x[row].to(self._compute)
+                    given = x[row].double()
                     if part.whole is not None:
-                        y[row, column : column + len(part.whole)] = (part.whole.to(self._compute) @ given).float()
+                        y[row, column : column + len(part.whole)] = (part.whole.double() @ given).float()
                     if part.a is not None and part.b is not None:
-                        inner = part.a.to(self._compute) @ given
-                        y[row, column : column + len(part.b)] += (part.b.to(self._compute) @ inner).float()
+                        inner = part.a.double() @ given
+                        y[row, column : column + len(part.b)] += (part.b.double() @ inner).float()
                 column += size
 
     def lora_embedding(self, y: torch.Tensor, ids: torch.Tensor, slots: ReferenceLoRASlots, rows: LoRARows) -> None:
@@ -351,7 +344,7 @@ class ReferenceBackend(HostMemory, Backend):
                 if part.whole is not None:
                     y[row] = part.whole[token].float()
                 if part.a is not None and part.b is not None:
-                    y[row] += (part.b.to(self._compute) @ part.a[:, token].to(self._compute)).float()
+                    y[row] += (part.b.double() @ part.a[:, token].double()).float()
 
     def limit_columns(self, x: torch.Tensor, limits: torch.Tensor) -> None:
         for row, limit in enumerate(limits.tolist()):
@@ -361,7 +354,7 @@ class ReferenceBackend(HostMemory, Backend):
         return x[ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        pieces = x.to(self._compute).unflatten(-1, (-1, weight.shape[0]))
+        pieces = x.double().unflatten(-1, (-1, weight.shape[0]))
         normed = pieces * torch.rsqrt(pieces.square().mean(dim=-1, keepdim=True) + eps) * weight
         return normed.flatten(-2).float()
 
@@ -370,7 +363,7 @@ class ReferenceBackend(HostMemory, Backend):
         return self.rms_norm(residual, weight, eps)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        wide = x.to(self._compute)
+        wide = x.double()
         centred = wide - wide.mean(dim=-1, keepdim=True)
         out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
         return (out if bias is None else out + bias).float()
@@ -422,7 +415,7 @@ class ReferenceBackend(HostMemory, Backend):
                 state[row] = 0
             inputs = torch.cat([state[row], x[tokens]])
             count = tokens.stop - tokens.start
-            total = sum(inputs[tap : tap + count].to(self._compute) * weight[tap] for tap in range(taps))
+            total = sum(inputs[tap : tap + count].double() * weight[tap] for tap in range(taps))
             out[tokens] = (total if bias is None else total + bias).float()
             state[row] = inputs[count:]
         return out if activation is None else self.activation(out, activation)
@@ -440,16 +433,16 @@ class ReferenceBackend(HostMemory, Backend):
         """Compute a step's tokens in the dtype of sums; between steps the state is float32."""
         _, heads, depth, width = state.shape
         shared = heads * depth // k.shape[1]
-        queries, keys = (x.unflatten(-1, (-1, depth)).repeat_interleave(shared, 1).to(self._compute) for x in (q, k))
+        queries, keys = (x.unflatten(-1, (-1, depth)).repeat_interleave(shared, 1).double() for x in (q, k))
         values, factors = (
-            v.unflatten(-1, (heads, width)).to(self._compute),
-            decay.to(self._compute).exp()[..., None, None],
+            v.unflatten(-1, (heads, width)).double(),
+            decay.double().exp()[..., None, None],
         )
         out = torch.empty(q.shape[0], heads, width, dtype=q.dtype, device=q.device)
         for tokens, row, fresh in _sequences(metadata):
             if fresh:
                 state[row] = 0
-            matrix = state[row].to(self._compute)
+            matrix = state[row].double()
             for t in range(tokens.start, tokens.stop):
                 matrix = matrix * factors[t]
                 key = keys[t, :, :, None]
@@ -496,7 +489,7 @@ class ReferenceBackend(HostMemory, Backend):
         params: AttentionParams,
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        return paged_attention(q, cache, metadata, params, self._compute)
+        return paged_attention(q, cache, metadata, params, by_query=self.rows == "apart")
 
     def copy_blocks(self, cache: torch.Tensor, pairs: np.ndarray) -> None:
         source, destination = self.from_numpy(pairs.astype(np.int64)).T
@@ -571,7 +564,7 @@ class InvariantReferenceBackend(ReferenceBackend):
     rows = "apart"
 
     def linear(self, x: torch.Tensor, weight: ReferenceLinear) -> torch.Tensor:
-        wide = weight.weight.to(self._compute)
+        wide = weight.weight.double()
         return row_by_row(lambda row: self._multiply(row, weight, wide), x)
 
     def head_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -601,27 +594,6 @@ class InvariantReferenceBackend(ReferenceBackend):
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         op = super().activation
         return row_by_row(lambda row: op(row, name), x)
-
-    def paged_attention(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
-        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        heads = q.reshape(q.shape[0], params.num_heads, params.head_size)
-        out = heads.new_empty((*heads.shape[:2], params.out_size))
-        starts, lengths = metadata.cu_query_lens.tolist(), metadata.seq_lens.tolist()
-        for s, length in enumerate(lengths):
-            for row in range(starts[s], starts[s + 1]):
-                position = length - (starts[s + 1] - row)
-                behind, ahead = params.reach
-                seen = torch.arange(max(0, position - behind), min(length, position + 1 + ahead), device=q.device)
-                keys, values = read(cache, metadata.block_tables[s], seen, params, self._compute)
-                query = heads[row : row + 1].to(self._compute)
-                out[row] = attend(query, seen.new_tensor([position]), keys, values, seen, params)[0].to(out.dtype)
-        return out.reshape(q.shape[0], -1)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         op = super().top_logprobs
