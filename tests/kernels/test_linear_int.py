@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from quire.checkpoint.tensor import HostTensor
-from quire.errors import ConfigError
 from quire.kernels.cpu import activations, linear_int, quantize
 from quire.kernels.cpu.linear_int import IntLinear, embed, pack_floats
 from quire.kernels.cpu.products import linear
@@ -154,11 +153,6 @@ def test_weights_shrink_as_promised() -> None:
     values = normal(np.random.default_rng(2), 64, 1024)
     assert packed_nbytes(pack(values, 8, None)) == 64 * 1024 + 64 * 4
     assert packed_nbytes(pack(values, 4, 64)) == 64 * 512 + 64 * 16 * 2 + 64 * 4
-
-
-def test_groups_are_those_allowed() -> None:
-    with pytest.raises(ConfigError, match="group is 48; allowed: 32, 64, 128"):
-        pack_floats([host(np.ones((2, 96), np.float32))], None, ONE, 4, 48)
 
 
 # Products

@@ -61,14 +61,10 @@ def test_dummy_weights_serve_every_family(family: str, tmp_path: Path) -> None:
     assert np.isfinite(logits(folder, load_format="dummy")).all()
 
 
-def test_options_out_of_range_are_named(tmp_path: Path) -> None:
+def test_a_context_that_is_too_long_is_named(tmp_path: Path) -> None:
     write_plain(tmp_path)
     with pytest.raises(ConfigError, match="max_model_len is 257; this model can serve at most 256"):
         logits(tmp_path, max_model_len=257)
-    with pytest.raises(
-        ConfigError, match="load_format is 'onnx'; it must be one of auto, safetensors, pt, gguf, dummy"
-    ):
-        logits(tmp_path, load_format="onnx")
 
 
 def test_layers_for_multi_token_prediction_are_ignored_without_a_warning(

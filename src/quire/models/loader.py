@@ -29,7 +29,6 @@ from quire.models.registry import build_model
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 GIB = 2**30
 MB = 10**6
 BAR_AFTER = 1.0  # seconds
@@ -67,10 +66,6 @@ def load_model(
     if length > info.longest_model_len:
         raise ConfigError(
             f"max_model_len is {length}; this model can serve at most {info.longest_model_len}", param="max_model_len"
-        )
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}", param="load_format"
         )
     builder = partial(Builder, backend=backend, lora=lora, latent_cache=latent_cache, layers=layers)
     if load_format == "dummy":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.errors import ConfigError
 from quire.kernels.cpu.arrays import as_rows, row_step
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr, float64_from_bits
@@ -149,21 +148,14 @@ def pieces_of(width: int) -> int:
     return max(1, -(-width // PIECE))
 
 
-def number_of(name: str, known: dict[str, int] = ACTIVATIONS) -> int:
-    """Return the number by which kernels know an activation of `known`; raise ConfigError for others."""
-    if name not in known:
-        raise ConfigError(f"activation is {name!r}; allowed: {', '.join(known)}", param="hidden_act")
-    return known[name]
-
-
 def activation(launcher: Launcher, x: np.ndarray, name: str) -> np.ndarray:
     """Return f(x) for x [..., W]."""
-    return _activate(launcher, x, number_of(name), x.shape[-1], gated=False)
+    return _activate(launcher, x, ACTIVATIONS[name], x.shape[-1], gated=False)
 
 
 def gated_activation(launcher: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
     """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `activation` is one of GATES."""
-    return _activate(launcher, x, number_of(activation, GATES), x.shape[-1] // 2, gated=True)
+    return _activate(launcher, x, GATES[activation], x.shape[-1] // 2, gated=True)
 
 
 def _activate(launcher: Launcher, x: np.ndarray, number: int, width: int, *, gated: bool) -> np.ndarray:

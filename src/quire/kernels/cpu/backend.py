@@ -270,7 +270,7 @@ class CPUBackend(HostMemory, Backend):
 
     def gated_linear(self, x: np.ndarray, weight: Weight, activation: str) -> np.ndarray:
         if weight.gated:
-            return self._product(x, weight, activations.number_of(activation, activations.GATES))
+            return self._product(x, weight, activations.GATES[activation])
         halves = self._product(x, weight, None)
         return self.gated_activation(halves, activation)
 
@@ -278,7 +278,7 @@ class CPUBackend(HostMemory, Backend):
         self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, activation: str
     ) -> np.ndarray:
         rounded = self.quantization != "int8-weight-only"
-        gate = activations.number_of(activation, activations.GATES)
+        gate = activations.GATES[activation]
         return experts(self._launcher, x, ids, weights, packed, gate, self.vnni, rounded)
 
     def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.checkpoint.tensor import HostTensor, Integers, QuantizedTensor, Tensor
-from quire.errors import ConfigError
 from quire.kernels.cpu import quantize
 from quire.kernels.cpu.activations import gated
 from quire.kernels.cpu.arrays import Slabs
@@ -253,11 +252,10 @@ def pack_floats(
 ) -> IntLinear:
     """Stack matrices [N_i, K] along N and quantize every row to 8 bits, or every `group` neighbours of a row to 4.
 
-    Reads a part only when its turn comes. `gated` takes two parts of the same size, gate and up. Raises ConfigError for
-    other groups than GROUPS.
+    Reads a part only when its turn comes. `gated` takes two parts of the same size, gate and up; `group` is one of
+    GROUPS.
     """
-    if bits == 4 and group not in GROUPS:
-        raise ConfigError(f"group is {group}; allowed: {', '.join(map(str, GROUPS))}", param="group")
+    assert bits == 8 or group in GROUPS
     assert not gated or len(parts) == 2
     outputs, inputs = sum(tensor.shape[0] for tensor in parts), parts[0].shape[1]
     weight = _blank(outputs, inputs, bits, group, gated, memory=launcher.weights)

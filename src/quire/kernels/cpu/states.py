@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.cpu.activations import activate, number_of
+from quire.kernels.cpu.activations import ACTIVATIONS, activate
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr, i32_ptr, i64_ptr
@@ -95,7 +95,7 @@ def causal_conv(
     pieces = -(-width // PIECE)
     arrays = source, stride, weight, bias, state, out
     step = metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows
-    number = -1 if activation is None else number_of(activation)
+    number = -1 if activation is None else ACTIVATIONS[activation]
     items, work = len(metadata.seq_lens) * pieces, COST * tokens * width * taps
     grain = max(1, pieces // (4 * launcher.num_threads))
     launcher.emit(convolve, *arrays, width, taps, pieces, *step, number, items=items, work=work, grain=grain)

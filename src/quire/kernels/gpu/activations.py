@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.errors import ConfigError
-
 ACTIVATIONS = {
     name: number
     for number, name in enumerate(
@@ -14,14 +12,6 @@ ACTIVATIONS = {
     )
 }
 """Activations by name. "swiglu_oai" is for `gate_and_multiply` only, "none" for kernels that may have one."""
-
-
-def activation_number(name: str, *, gated: bool) -> int:
-    """Return the number of an activation. Raises ConfigError for an unknown name."""
-    allowed = [known for known in ACTIVATIONS if known != "none" and (gated or known != "swiglu_oai")]
-    if name not in allowed:
-        raise ConfigError(f"activation is {name!r}; allowed: {', '.join(allowed)}", param="hidden_act")
-    return ACTIVATIONS[name]
 
 
 @triton.jit

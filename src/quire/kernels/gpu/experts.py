@@ -13,7 +13,7 @@ from quire.errors import ModelError
 from quire.kernels.backend import ExpertsWeight
 from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.gpu import routing
-from quire.kernels.gpu.activations import activation_number
+from quire.kernels.gpu.activations import ACTIVATIONS
 from quire.kernels.gpu.experts_kernels import (
     TOGETHER,
     Blocks,
@@ -126,7 +126,7 @@ class ExpertOps(LinearOps):
         tokens, hidden = x.shape
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
-        x, gate = x if x.stride(1) == 1 else x.contiguous(), activation_number(activation, gated=True)
+        x, gate = x if x.stride(1) == 1 else x.contiguous(), ACTIVATIONS[activation]
         few = packed.is_float and not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
         return (self._experts_by_pair if few else self._experts_by_block)(x, ids, weights, packed, gate)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from quire.checkpoint.tensor import Tensor
-from quire.kernels.gpu.activations import activation_number, gate_and_multiply
+from quire.kernels.gpu.activations import ACTIVATIONS, gate_and_multiply
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.gemm_kernels import Gemm, gemm_kernel
 from quire.kernels.gpu.gemv_kernels import Gemv, gemv_kernel
@@ -142,14 +142,14 @@ class LinearOps(ArrayOps):
 
     def gated_linear(self, x: torch.Tensor, weight: GPULinear, activation: str) -> torch.Tensor:
         """For a few rows one kernel computes all of it."""
-        number = activation_number(activation, gated=True)
+        number = ACTIVATIONS[activation]
         if x.shape[0] <= MAX_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
             return self._product(x, weight, number)
         return self.gated_activation(self._product(x, weight, 0), activation)
 
     def gated_activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The result is of x's type."""
-        number = activation_number(activation, gated=True)
+        number = ACTIVATIONS[activation]
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         if rows:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.activations import activate, activation_number
+from quire.kernels.gpu.activations import ACTIVATIONS, activate
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.kernel_args import Rows, power_of_two, rows_of, whole_rows
 from quire.kernels.gpu.pdl import launch_dependents, wait_for_dependencies
@@ -231,7 +231,7 @@ class RowOps(ArrayOps):
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The result has the type of x: the gates of recurrent states are float32 and need its precision."""
-        number, source = activation_number(name, gated=False), as_rows(x)
+        number, source = ACTIVATIONS[name], as_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         count = source.numel()
         if count:

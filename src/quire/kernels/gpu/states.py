@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.activations import ACTIVATIONS, activate, activation_number
+from quire.kernels.gpu.activations import ACTIVATIONS, activate
 from quire.kernels.gpu.arrays import ArrayOps
 from quire.kernels.gpu.graphs import splitting_op
 from quire.kernels.gpu.kernel_args import power_of_two, rows_of
@@ -417,7 +417,7 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        number = ACTIVATIONS["none"] if activation is None else activation_number(activation, gated=False)
+        number = ACTIVATIONS[activation or "none"]
         x = as_rows(x)
         (tokens, channels), taps, sequences = x.shape, weight.shape[0], metadata.seq_lens.shape[0]
         out = torch.empty((tokens, channels), dtype=self.act, device=x.device)
