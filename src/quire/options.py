@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,6 +126,8 @@ def check_option(known: OptionField, value: Any) -> Any:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
             raise _bad(known, value, "one or more non-empty texts")
+        for item in items:
+            _check_encodable(known, item)
         return list(items)
     if kind is dict:
         if not isinstance(value, dict):
@@ -153,9 +156,19 @@ def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
         raise _bad(known, value, f"at least {details.low:g}")
     if details.high is not None and not value <= details.high:
         raise _bad(known, value, f"at most {details.high:g}")
-    if kind is str and value == "":
-        raise _bad(known, value, "a non-empty text")
+    if kind is str:
+        if value == "":
+            raise _bad(known, value, "a non-empty text")
+        _check_encodable(known, value)
     return value
+
+
+def _check_encodable(known: OptionField, value: str) -> None:
+    """Raise `ConfigError` for a text that no command line and no path can have: one with lone surrogates."""
+    try:
+        os.fsencode(value)  # unlike `encode`, takes what stands for bytes of a path that are not UTF-8
+    except UnicodeEncodeError:
+        raise _bad(known, value, "valid Unicode text") from None
 
 
 def _checked_pool(known: OptionField, value: str | int | float) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.errors import ConfigError
 from quire.sampling_params import BeamSearchParams
 from tests.helpers.errors import refused
 from tests.helpers.fake_engine import fake_async_llm, fake_front_model, fake_llm
@@ -87,3 +89,9 @@ def test_in_what_an_engine_knows_of_a_request(where: str) -> None:
             assert llm.num_unfinished == 0 and client.engine.added == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("option", ["model", "chat_template", "kv_disk_dir", "served_model_name"])
+def test_in_options(option: str) -> None:
+    with refused(option, kind=ConfigError):
+        EngineConfig.from_kwargs(groups=SERVER_GROUPS, **{option: BROKEN})
