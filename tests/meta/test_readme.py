@@ -135,6 +135,18 @@ def test_the_tour_names_what_its_files_define():
         assert re.search(rf"\b(def|class) {name}\b", (ROOT / path).read_text("utf-8")), (name, path)
 
 
+def test_the_glossary_explains_names_that_there_are():
+    code = " ".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    known = set(re.findall(r"\w+", code))
+    rows = [
+        row.split("|") for row in (ROOT / "docs/glossary.md").read_text("utf-8").splitlines() if row.startswith("|")
+    ]
+    terms = {term for _, *cells, _, _ in rows for cell in cells for term in re.findall(r"`([^`*]+)`", cell)}
+    names = {name for term in terms if not term.endswith(".py") for name in re.findall(r"[A-Za-z_]\w+", term)}
+    assert len(names) > 200
+    assert names - known - {"py"} == set()
+
+
 def test_the_documented_options_are_the_ones_there_are():
     from quire.cli.options_doc import document
 
