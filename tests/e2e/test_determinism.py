@@ -79,14 +79,17 @@ def make_requests(seed: int, count: int = 7, longest: int = 160) -> list[Request
 
 
 def roads(disk: Path, num_blocks: int) -> dict[str, dict[str, Any]]:
-    """Return engine options under which requests are computed in other ways than alone."""
+    """Return engine options under which requests are computed in other ways than alone.
+
+    The tiers are small: every block of theirs is looked at after each step.
+    """
     tight = {"num_gpu_blocks_override": num_blocks, "swap_space": 0}
     return {
         "chunks": {"max_num_batched_tokens": 13, "swap_space": 0},
         "recompute": {**tight, "preemption_mode": "recompute", "max_num_batched_tokens": 40},
-        "swap": {**tight, "preemption_mode": "swap", "swap_space": "64MiB", "enable_prefix_caching": False},
-        "host": {**tight, "swap_space": "64MiB", "max_num_batched_tokens": 64},
-        "prompts first": {**tight, "swap_space": "64MiB", "scheduler": "prefill-first", "max_num_batched_tokens": 512},
+        "swap": {**tight, "preemption_mode": "swap", "swap_space": "4MiB", "enable_prefix_caching": False},
+        "host": {**tight, "swap_space": "4MiB", "max_num_batched_tokens": 64},
+        "prompts first": {**tight, "swap_space": "4MiB", "scheduler": "prefill-first", "max_num_batched_tokens": 512},
         "disk": {**tight, "kv_disk_space": "64MiB", "kv_disk_dir": str(disk), "max_num_batched_tokens": 99},
     }
 

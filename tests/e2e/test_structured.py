@@ -128,7 +128,7 @@ ROADS: dict[str, dict[str, object]] = {
     "chunks": {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 5, "max_num_seqs": 6},
     "ahead": {"async_scheduling": True, "max_num_batched_tokens": 40},
     "recompute": {"num_gpu_blocks_override": 56, "preemption_mode": "recompute", "max_num_seqs": 12},
-    "swap": {"num_gpu_blocks_override": 56, "preemption_mode": "swap", "swap_space": 2**24, "max_num_seqs": 12},
+    "swap": {"num_gpu_blocks_override": 56, "preemption_mode": "swap", "swap_space": 2**20, "max_num_seqs": 12},
     "prefill_first": {"scheduler": "prefill-first", "max_num_batched_tokens": 128},
     "prefill_first_recompute": {
         "scheduler": "prefill-first",

@@ -99,7 +99,7 @@ def test_choosing_a_custom_tool(family: LiveServer, choice: Any) -> None:
     assert family.do(lambda: family.engine.added[-1]).grammar is not None  # it cannot but be a text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text(), ascii_only=st.booleans(), indent=st.sampled_from([None, 2]), sizes=st.lists(st.integers(1, 9)))
 def test_any_input_in_any_pieces(text: str, ascii_only: bool, indent: int | None, sizes: list[int]) -> None:
     arguments = json.dumps({"input": text}, ensure_ascii=ascii_only, indent=indent)
