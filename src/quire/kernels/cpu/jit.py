@@ -3,13 +3,17 @@
 An `op` is a compiled function with one fixed C signature, so that a program is a list of addresses and arguments that
 compiled code can walk without Python (team.py). Functions that ops call are decorated with `jit`.
 
-Numba keys a function's cache by the file it stands in, not by the files of the functions it calls, and it writes its
-index before the code. So two rules hold here: everything cached has one signature only, so that whoever wins a race
-between two processes writes the same thing; and `refresh_cache` drops all of it when any file of this folder changes.
+Numba keys a function's cache by the file it stands in, not by the files of the functions it calls. So `refresh_cache`
+drops all of it when any file of this folder changes.
 
-It names machine code by the function's name and a number that counts functions in a process. So two functions that were
-made in one place, by a function that returns them, may have the same symbol if two processes have compiled them, and
-where both are loaded from the cache one would be called in the place of the other. Names have a word of the process.
+Numba writes the index of a function's cache before its code. So everything cached has one signature only: processes
+that compile a function at the same time write the same index and the same file of code. Their code differs in nothing
+but the symbols below, and a file of code has all that its function calls, so any of them may be the last to write it.
+
+Numba names machine code by the function's name and a number that counts functions in a process. So two functions that
+were made in one place, by a function that returns them, may have the same symbol if two processes have compiled them,
+and where both are loaded from the cache one would be called in the place of the other. So `jit` appends a random word
+of this process to a function's name.
 """
 
 from __future__ import annotations
@@ -33,14 +37,17 @@ from quire.kernels.cpu.pointers import FLOAT_FORMATS, FORMATS
 STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
-PROCESS = secrets.token_hex(8)
+PROCESS_SUFFIX = secrets.token_hex(8)
 
 _JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Decorate a function that ops call. No fastmath anywhere: the order of every sum is fixed."""
-    function.__qualname__ += f"_{PROCESS}"
+    """Decorate a function that ops call; changes its `__qualname__`, of which Numba makes its symbol, in place.
+
+    No fastmath anywhere: the order of every sum is fixed.
+    """
+    function.__qualname__ += f"_{PROCESS_SUFFIX}"
     return njit(**_JIT_OPTIONS)(function)
 
 
