@@ -308,7 +308,7 @@ def test_the_rows_of_a_batch_are_computed_as_if_alone(both_threads: None, device
         "gated_linear": lambda x: backend.gated_linear(x, gated, "silu"),
         "rms_norm": lambda x: backend.rms_norm(x, scale, 1e-5),
         "layer_norm": lambda x: backend.layer_norm(x, scale, shift, 1e-5),
-        **{name: partial(backend.activation, name=name) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
+        **{name: partial(backend.activation, activation=name) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
     }
     for name, op in ops.items():
         together = backend.to_numpy(op(backend.from_numpy(rows.copy()))).copy()

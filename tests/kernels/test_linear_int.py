@@ -376,7 +376,7 @@ def test_integers_without_zero_points(gated: bool) -> None:
     for weight in (four, eight, whole):
         both = rounded @ unpacked(weight, np.arange(46)).astype(np.float64).T
         expected = np.maximum(both[:, :23], 0) * both[:, 23:] if gated else both
-        close(linear(ONE, x, weight, activations.RELU if gated else None), expected)
+        close(linear(ONE, x, weight, activations.RELU if gated else activations.NO_ACTIVATION), expected)
 
 
 # Other CPUs

@@ -460,7 +460,7 @@ class RowOps(Protocol):
         rotary_dim of each head are rotated. `interleaved` pairs (2i, 2i+1), otherwise (i, i + rotary_dim/2).
         """
 
-    def activation(self, x: Array, name: str) -> Array:
+    def activation(self, x: Array, activation: str) -> Array:
         """One of "relu", "relu2" (squared), "silu", "gelu" (erf), "gelu_tanh", "quick_gelu", "sigmoid", "softplus"."""
 
     def softcap(self, x: Array, cap: float) -> None:

@@ -29,7 +29,7 @@ def activation_name(hidden_act: str) -> str:
     return ACTIVATIONS[hidden_act]
 
 
-def gate_name(hidden_act: str) -> str:
+def gated_activation_name(hidden_act: str) -> str:
     """Return the backend's name of a gated activation: that of an activation, or "swiglu_oai"."""
     return hidden_act if hidden_act == "swiglu_oai" else activation_name(hidden_act)
 
@@ -37,8 +37,9 @@ def gate_name(hidden_act: str) -> str:
 class Activation:
     """Elementwise activation: a `hidden_act`, or "tanh" of layers after pooling."""
 
-    def __init__(self, backend: Backend, name: str) -> None:
-        self.backend, self.activation = backend, name if name == "tanh" else activation_name(name)
+    def __init__(self, backend: Backend, hidden_act: str) -> None:
+        self.backend = backend
+        self.activation = hidden_act if hidden_act == "tanh" else activation_name(hidden_act)
 
     def __call__(self, x: Array) -> Array:
         """[R, N] -> [R, N]; x may be changed in place."""

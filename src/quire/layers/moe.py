@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from quire.checkpoint.tensor import Tensor
 from quire.kernels.backend import Array
 from quire.kernels.experts import Expert, RoutingParams
-from quire.layers.activation import gate_name
+from quire.layers.activation import gated_activation_name
 from quire.layers.builder import Builder, span_of
 from quire.layers.linear import GatedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
@@ -79,7 +79,7 @@ class MoE:
 
     def __init__(self, builder: Builder, hidden_size: int, options: MoEOptions) -> None:
         names, self.routing = options.names, options.routing
-        self.backend, self.activation = builder.backend, gate_name(options.hidden_act)
+        self.backend, self.activation = builder.backend, gated_activation_name(options.hidden_act)
         number = self.routing.num_experts
         self.router = ReplicatedLinear(builder, names.router, hidden_size, number, bias=options.router_bias, exact=True)
         if options.correction:

@@ -32,7 +32,8 @@ ACTIVATIONS = {
     "softplus": SOFTPLUS,
     "relu2": RELU2,
 }
-GATES = {**ACTIVATIONS, "swiglu_oai": SWIGLU_OAI}
+GATED_ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": SWIGLU_OAI}
+NO_ACTIVATION = -1  # in place of an id, where there may be none
 PIECE = 1024  # elements of a row that make one work item
 COST = 16  # multiply-adds that take about as long as one activation
 
@@ -95,43 +96,43 @@ def softplus(x):
 
 
 @jit
-def activate(x, number):
+def activate(x, activation_id):
     """Apply one of the activations but SWIGLU_OAI; three of them are x * sigmoid(f(x))."""
     one = splat(np.float32(1))
-    if number in (RELU, RELU2):
+    if activation_id in (RELU, RELU2):
         positive = maximum(x, zero())
-        return positive if number == RELU else mul(positive, positive)
-    if number == SOFTPLUS:
+        return positive if activation_id == RELU else mul(positive, positive)
+    if activation_id == SOFTPLUS:
         return softplus(x)
-    if number == GELU:
+    if activation_id == GELU:
         half = mul(x, splat(np.float32(0.5)))
         return multiply_add(half, error_function(mul(x, splat(np.float32(0.7071067811865476)))), half)
     argument = x
-    if number == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
+    if activation_id == GELU_TANH:  # 0.5 (1 + tanh u) is sigmoid(2u)
         cube = mul(mul(x, x), x)
         inner = multiply_add(cube, splat(np.float32(0.044715)), x)
         argument = mul(inner, splat(np.float32(1.5957691216057308)))
-    elif number == QUICK_GELU:
+    elif activation_id == QUICK_GELU:
         argument = mul(x, splat(np.float32(1.702)))
-    return div(one if number == SIGMOID else x, add(one, exp(sub(zero(), argument))))
+    return div(one if activation_id == SIGMOID else x, add(one, exp(sub(zero(), argument))))
 
 
 @jit
-def gated(x, up, number):
+def gated(x, up, activation_id):
     """Return activation(x) * up; for SWIGLU_OAI (GPT-OSS) (up + 1) * x * sigmoid(1.702 x), x at most 7, |up| too."""
-    if number == SWIGLU_OAI:
+    if activation_id == SWIGLU_OAI:
         limit, one = splat(np.float32(7)), splat(np.float32(1))
         least = sub(zero(), limit)
         x = sub(zero(), maximum(sub(zero(), x), least))
         up = sub(zero(), maximum(sub(zero(), maximum(up, least)), least))
         return mul(add(up, one), activate(x, QUICK_GELU))
-    return mul(activate(x, number), up)
+    return mul(activate(x, activation_id), up)
 
 
 @op
 def activate_rows(args, first, last, scratch):
-    """Items are pieces of rows. x, elements between its rows, out, out's width, activation, gated, pieces of a row."""
-    x, stride, out, width, number = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3], args[4]
+    """Items are pieces of rows. x, elements between its rows, out, its width, activation, gated, pieces of a row."""
+    x, stride, out, width, activation_id = f32_ptr(args[0]), args[1], f32_ptr(args[2]), args[3], args[4]
     halves, pieces = args[5] != 0, args[6]
     for item in range(first, last):
         row, begin = item // pieces, item % pieces * PIECE
@@ -139,7 +140,10 @@ def activate_rows(args, first, last, scratch):
         for i in range(begin, stop, 16):
             count = min(16, stop - i)
             v = load_lanes(x, source + i, count)
-            v = gated(v, load_lanes(x, source + width + i, count), number) if halves else activate(v, number)
+            if halves:
+                v = gated(v, load_lanes(x, source + width + i, count), activation_id)
+            else:
+                v = activate(v, activation_id)
             store_lanes(out, target + i, v, count)
 
 
@@ -148,22 +152,22 @@ def pieces_of(width: int) -> int:
     return max(1, -(-width // PIECE))
 
 
-def activation(launcher: Launcher, x: np.ndarray, name: str) -> np.ndarray:
+def activation(launcher: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
     """Return f(x) for x [..., W]."""
-    return _activate(launcher, x, ACTIVATIONS[name], x.shape[-1], gated=False)
+    return _activate(launcher, x, ACTIVATIONS[activation], x.shape[-1], gated=False)
 
 
 def gated_activation(launcher: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
-    """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `activation` is one of GATES."""
-    return _activate(launcher, x, GATES[activation], x.shape[-1] // 2, gated=True)
+    """Return f(x[..., : W/2]) * x[..., W/2 :] for x [..., W]; `activation` is one of GATED_ACTIVATIONS."""
+    return _activate(launcher, x, GATED_ACTIVATIONS[activation], x.shape[-1] // 2, gated=True)
 
 
-def _activate(launcher: Launcher, x: np.ndarray, number: int, width: int, *, gated: bool) -> np.ndarray:
+def _activate(launcher: Launcher, x: np.ndarray, activation_id: int, width: int, *, gated: bool) -> np.ndarray:
     source, stride = as_rows(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
     rows, pieces = source.shape[0], pieces_of(width)
     out = launcher.empty((*x.shape[:-1], width))
     items, work = rows * pieces, COST * rows * width
-    launcher.emit(activate_rows, source, stride, out, width, number, int(gated), pieces, items=items, work=work)
+    launcher.emit(activate_rows, source, stride, out, width, activation_id, int(gated), pieces, items=items, work=work)
     return out
 
 

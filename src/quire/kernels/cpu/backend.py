@@ -266,26 +266,26 @@ class CPUBackend(HostMemory, Backend):
         return rows.embedding(self._launcher, ids, weight.data, weight.inputs, weight.depth, weight.paired)
 
     def linear(self, x: np.ndarray, weight: Weight) -> np.ndarray:
-        return self._product(x, weight, None)
+        return self._product(x, weight)
 
     def gated_linear(self, x: np.ndarray, weight: Weight, activation: str) -> np.ndarray:
         if weight.gated:
-            return self._product(x, weight, activations.GATES[activation])
-        halves = self._product(x, weight, None)
+            return self._product(x, weight, activations.GATED_ACTIVATIONS[activation])
+        halves = self._product(x, weight)
         return self.gated_activation(halves, activation)
 
     def experts(
         self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, packed: CPUExperts, activation: str
     ) -> np.ndarray:
         rounded = self.quantization != "int8-weight-only"
-        gate = activations.GATES[activation]
-        return experts(self._launcher, x, ids, weights, packed, gate, self.vnni, rounded)
+        activation_id = activations.GATED_ACTIVATIONS[activation]
+        return experts(self._launcher, x, ids, weights, packed, activation_id, self.vnni, rounded)
 
-    def _product(self, x: np.ndarray, weight: Weight, gate: int | None) -> np.ndarray:
+    def _product(self, x: np.ndarray, weight: Weight, activation_id: int = activations.NO_ACTIVATION) -> np.ndarray:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"linear: x is {x.shape}, the weight has {weight.inputs} inputs")
         rounded = self.quantization != "int8-weight-only"
-        return linear(self._launcher, x, weight, gate, vnni=self.vnni, round_inputs=rounded)
+        return linear(self._launcher, x, weight, activation_id, vnni=self.vnni, round_inputs=rounded)
 
     set_lora = staticmethod(adapters.set_slot)
 

@@ -22,7 +22,7 @@ from numba.core import cgutils
 
 from quire.errors import ModelError
 from quire.kernels.cpu import team, threads
-from quire.kernels.cpu.activations import COST, PIECE, activate_rows, pieces_of
+from quire.kernels.cpu.activations import COST, NO_ACTIVATION, PIECE, activate_rows, pieces_of
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.interleave import ROW_GROUP, tile_height
 from quire.kernels.cpu.jit import Op, jit, op
@@ -448,7 +448,7 @@ def experts(
     ids: np.ndarray,
     weights: np.ndarray,
     packed: CPUExperts,
-    gate: int,
+    activation_id: int,
     vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
@@ -465,11 +465,13 @@ def experts(
     launcher.emit(gather_rows, x, step, x.shape[1], groups.places, chosen, gathered, **sizes)
     settings = vnni, round_inputs
     if packed.first.one.gated:
-        inner = multiply(groups, gathered, x.shape[1], packed.first, gate, *settings)
+        inner = multiply(groups, gathered, x.shape[1], packed.first, activation_id, *settings)
     else:
-        inner = _gate(groups, multiply(groups, gathered, x.shape[1], packed.first, None, *settings), packed, gate)
+        both = multiply(groups, gathered, x.shape[1], packed.first, NO_ACTIVATION, *settings)
+        inner = _gate(groups, both, packed, activation_id)
+        del both
     del gathered
-    results = multiply(groups, inner, inner.shape[1], packed.last, None, *settings)
+    results = multiply(groups, inner, inner.shape[1], packed.last, NO_ACTIVATION, *settings)
     del inner
     width = packed.last.one.outputs
     out = launcher.empty((tokens, width))
@@ -479,7 +481,7 @@ def experts(
     return out
 
 
-def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, gate: int) -> np.ndarray:
+def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, activation_id: int) -> np.ndarray:
     """Return activation(gate) * up of products whose columns do not alternate, [capacity, I]."""
     width = packed.first.one.outputs // 2
     out, pieces = groups.launcher.empty((groups.padded, width)), pieces_of(width)
@@ -488,7 +490,7 @@ def _gate(groups: Groups, both: np.ndarray, packed: CPUExperts, gate: int) -> np
         both.shape[1],
         groups.rows_of(out, 4 * width),
         width,
-        gate,
+        activation_id,
         1,
         pieces,
     )

@@ -32,11 +32,9 @@ from quire.kernels.cpu.simd import (
     tile_one,
 )
 
-NO_GATE = -1
-
 # Arguments of all ops of float weights and of codes: the weight, its bias or 0, out, elements between its rows, number
-# of rows, number of the gate's activation or NO_GATE. Then come those of the two groups below; codes have more.
-WEIGHT, BIAS, OUT, OUT_STEP, ARG_ROWS, GATE = range(6)
+# of rows, id of the gate's activation or NO_ACTIVATION. Then come those of the two groups below; codes have more.
+WEIGHT, BIAS, OUT, OUT_STEP, ARG_ROWS, ACTIVATION_ID = range(6)
 X, X_STEP, X_TILES, DEPTH = range(6, 10)  # x float32, elements between its rows, its whole tiles packed, its columns
 X_PAIRS, PAIRS = range(6, 8)  # x as tiles of pairs of bfloat16, pairs of a row
 
@@ -53,11 +51,11 @@ def fill_bias(args, column, out, at, stride, rows):
 
 
 @jit
-def finish_gated(tile, out, at, stride, rows, activation):
+def finish_gated(tile, out, at, stride, rows, activation_id):
     """Write activation(gate) * up of a tile [rows][32] to out."""
     for r in range(rows):
         left, right = load(tile, r * COLUMNS), load(tile, r * COLUMNS + 16)
-        store(out, at + r * stride, gated(left, right, activation))
+        store(out, at + r * stride, gated(left, right, activation_id))
 
 
 @jit
@@ -77,15 +75,15 @@ def product_items(multiply):
 
     @jit
     def items(elements, args, first, last, scratch):
-        out, stride, activation, tile = f32_ptr(args[OUT]), args[OUT_STEP], args[GATE], f32_ptr(scratch)
+        out, stride, activation_id, tile = f32_ptr(args[OUT]), args[OUT_STEP], args[ACTIVATION_ID], f32_ptr(scratch)
         for item in range(first, last):
             column, start, stop = item_range(item, args[ARG_ROWS])
             target, to, step = out, start * stride + column, stride
-            if activation >= 0:
+            if activation_id >= 0:
                 target, to, step = tile, 0, COLUMNS
             multiply(elements(args[WEIGHT]), args, column, start, stop, target, to, step, scratch)
-            if activation >= 0:
-                finish_gated(tile, out, start * stride + column // 2, stride, stop - start, activation)
+            if activation_id >= 0:
+                finish_gated(tile, out, start * stride + column // 2, stride, stop - start, activation_id)
 
     return items
 

@@ -48,7 +48,7 @@ EIGHT_BIT_ZEROS = 16  # of which zero points of 8 bits are multiples: tiles know
 
 
 @jit
-def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, activation):
+def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, activation_id):
     """Scale `count` rows of 32 sums, in place, and write them; `x_scales` and `bias` are addresses, 0 for none."""
     for r in range(count):
         factor = get(f32_ptr(x_scales), row + r) if x_scales != 0 else np.float32(1)
@@ -59,8 +59,8 @@ def write_rows(sums, count, scales, x_scales, bias, column, row, out, stride, ac
             store(sums, r * COLUMNS + half, value)
     for r in range(count):
         left, right = load(sums, r * COLUMNS), load(sums, r * COLUMNS + 16)
-        if activation >= 0:
-            store(out, (row + r) * stride + column // 2, gated(left, right, activation))
+        if activation_id >= 0:
+            store(out, (row + r) * stride + column // 2, gated(left, right, activation_id))
         else:
             store(out, (row + r) * stride + column, left)
             store(out, (row + r) * stride + column + 16, right)
@@ -74,8 +74,8 @@ def _items(tiles, many_rows, few_rows, weights_in_word, input_ptr, inputs_in_wor
         """One item is 32 columns of up to ROW_GROUP rows.
 
         Weight, depth, group, column scales, group scales or 0, zeros or 0, bias or 0, packed x, starts, x scales, out,
-        its row stride, rows, gate's activation or -1. Layouts: `IntLinear` and `quantize_tiles`; or `interleave_tiles`
-        for x in float32, where starts and x scales are 0 and there are no groups.
+        its row stride, rows, id of the gate's activation or NO_ACTIVATION. Layouts: `IntLinear` and `quantize_tiles`;
+        or `interleave_tiles` for x in float32, where starts and x scales are 0 and there are no groups.
         """
         w, depth, group, starts = u32_ptr(args[0]), args[1], args[2], i32_ptr(args[8])
         packed, scales, zeros, rows = input_ptr(args[7]), f16_ptr(args[4]), f16_ptr(args[5]), args[12]
@@ -104,8 +104,8 @@ def _items(tiles, many_rows, few_rows, weights_in_word, input_ptr, inputs_in_wor
                     r += 1
                 row += height
             out, stride = f32_ptr(args[10]), args[11]
-            scales_at, count, activation = f32_ptr(args[3]), end - begin, args[13]
-            write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, activation)
+            scales_at, count, activation_id = f32_ptr(args[3]), end - begin, args[13]
+            write_rows(sums, count, scales_at, args[9], args[6], column, begin, out, stride, activation_id)
 
     return items
 

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.kernels.cpu import linear_coded, linear_int, quantize
+from quire.kernels.cpu.activations import NO_ACTIVATION
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.formats import COLUMNS, CPULinear
 from quire.kernels.cpu.interleave import ROW_GROUP, interleave_tiles_f32, pack_bf16_tiles
 from quire.kernels.cpu.jit import Op
-from quire.kernels.cpu.linear import FLOAT_OPS, NO_GATE, linear_pairs
+from quire.kernels.cpu.linear import FLOAT_OPS, linear_pairs
 from quire.kernels.cpu.simd import HAS_VNNI, TILE_ROWS
 from quire.kernels.cpu.sizes import DOT_ROWS, padded_rows
 from quire.kernels.cpu.threads import Launcher, address_of
@@ -119,7 +120,7 @@ def linear(
     launcher: Launcher,
     x: np.ndarray,
     weight: Weight,
-    gate: int | None = None,
+    activation_id: int = NO_ACTIVATION,
     *,
     vnni: bool = HAS_VNNI,
     round_inputs: bool = True,
@@ -127,16 +128,16 @@ def linear(
     """Return x [T, K] times the weight (+ bias), [T, N]; of a gated weight activation(gate) * up, [T, N/2].
 
     Args:
-        x: rows anywhere in memory. gate: the activation of a gated weight, a number of activations.py.
+        x: rows anywhere in memory. activation_id: of a gated weight, see activations.py; NO_ACTIVATION of others.
         vnni, round_inputs: of integer weights: whether AVX-512 VNNI is used; whether x is rounded to 8 bits. It may
             stay float32 for 8-bit weights without groups only (ValueError for others).
     """
-    assert (gate is not None) == weight.gated
+    assert (activation_id >= 0) == weight.gated
     outputs = weight.outputs // 2 if weight.gated else weight.outputs
     if x.shape[0] == 0:
         return launcher.empty((0, outputs))
     x, step = as_rows(x)
-    out = multiply(Rows(launcher, x.shape[0]), x, step, ProductWeights((weight,)), gate, vnni, round_inputs)
+    out = multiply(Rows(launcher, x.shape[0]), x, step, ProductWeights((weight,)), activation_id, vnni, round_inputs)
     return out[: x.shape[0], :outputs]
 
 
@@ -145,21 +146,25 @@ def multiply(
     x: np.ndarray,
     step: int,
     weights: ProductWeights,
-    gate: int | None,
+    activation_id: int,
     vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
     """Emit a product, see `linear`, of rows `step` elements apart; rows and columns of the result are padded."""
-    source, gate_kind = (rows.rows_of(x, 4 * step), step), NO_GATE if gate is None else gate
+    source = rows.rows_of(x, 4 * step), step
     if isinstance(weights.one, linear_int.IntLinear):
-        return _integers(rows, source, weights, weights.one, gate_kind, vnni, round_inputs)
+        return _integers(rows, source, weights, weights.one, activation_id, vnni, round_inputs)
     if weights.one.paired:
-        return _pairs(rows, source, weights, weights.one, gate_kind)
-    return _floats(rows, source, weights, weights.one, gate_kind)
+        return _pairs(rows, source, weights, weights.one, activation_id)
+    return _floats(rows, source, weights, weights.one, activation_id)
 
 
 def _pairs(
-    rows: ProductRows, source: Any, weights: ProductWeights, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
+    rows: ProductRows,
+    source: Any,
+    weights: ProductWeights,
+    one: CPULinear | linear_coded.CodedLinear,
+    activation_id: int,
 ) -> np.ndarray:
     """Emit the rounding of rows to tiles of pairs of bfloat16, and their product."""
     pairs, capacity = (one.inputs + 1) // 2, rows.capacity(TILES)
@@ -167,11 +172,15 @@ def _pairs(
     args = *source, packed, rows.row_count, one.inputs
     rows.emit(pack_bf16_tiles, *args, granularity=TILES, factor=1, work=rows.count * one.inputs)
     product = linear_coded.pair_op(one) if isinstance(one, linear_coded.CodedLinear) else linear_pairs
-    return _product(rows, product, weights, capacity, gate_kind, (packed, pairs))
+    return _product(rows, product, weights, capacity, activation_id, (packed, pairs))
 
 
 def _floats(
-    rows: ProductRows, source: Any, weights: ProductWeights, one: CPULinear | linear_coded.CodedLinear, gate_kind: int
+    rows: ProductRows,
+    source: Any,
+    weights: ProductWeights,
+    one: CPULinear | linear_coded.CodedLinear,
+    activation_id: int,
 ) -> np.ndarray:
     """Emit the packing of the rows that fill whole tiles, and the product of all in float32."""
     depth = one.inputs
@@ -179,7 +188,7 @@ def _floats(
     work = 4 * rows.count * depth
     rows.emit(interleave_tiles_f32, *source, packed, depth, granularity=FULL_TILES, factor=1, work=work)
     product = FLOAT_OPS[one.data.dtype] if isinstance(one, CPULinear) else linear_coded.coded_floats
-    return _product(rows, product, weights, rows.capacity(ROWS), gate_kind, (*source, packed, depth))
+    return _product(rows, product, weights, rows.capacity(ROWS), activation_id, (*source, packed, depth))
 
 
 def _coding(rows: ProductRows, weights: ProductWeights) -> tuple[Any, ...]:
@@ -192,9 +201,9 @@ def _coding(rows: ProductRows, weights: ProductWeights) -> tuple[Any, ...]:
 
 
 def _product(
-    rows: ProductRows, op: Op, weights: ProductWeights, capacity: int, gate_kind: int, inputs: tuple[Any, ...]
+    rows: ProductRows, op: Op, weights: ProductWeights, capacity: int, activation_id: int, inputs: tuple[Any, ...]
 ) -> np.ndarray:
-    """Emit an op of float weights or codes; `inputs` are its arguments after the gate's kind, see linear.py."""
+    """Emit an op of float weights or codes; `inputs` are its arguments after the activation's id, see linear.py."""
     one = weights.one
     width = one.padded // 2 if one.gated else one.padded
     out = rows.launcher.empty((capacity, width))
@@ -204,7 +213,7 @@ def _product(
         rows.array_of(weights, "data"),
         rows.array_of(weights, "bias"),
         *target,
-        gate_kind,
+        activation_id,
         *inputs,
         *_coding(rows, weights),
     )
@@ -217,7 +226,7 @@ def _integers(
     source: Any,
     weights: ProductWeights,
     one: linear_int.IntLinear,
-    gate_kind: int,
+    activation_id: int,
     vnni: bool,
     round_inputs: bool,
 ) -> np.ndarray:
@@ -241,7 +250,7 @@ def _integers(
         rows.emit(quantize.interleave_tiles, *read, packed, granularity=TILES, factor=1, work=rows.count * depth)
     factors = (rows.array_of(weights, name) for name in ("scales", "group_scales", "zeros", "bias"))
     args = rows.array_of(weights, "data"), depth, one.group, *factors, packed, starts, scales
-    target = rows.rows_of(out, 4 * width), width, rows.row_count, gate_kind
+    target = rows.rows_of(out, 4 * width), width, rows.row_count, activation_id
     work = rows.count * one.padded * depth
     rows.emit(op, *args, *target, granularity=BLOCKS, factor=weights.factor, work=work, weights=weights)
     return out

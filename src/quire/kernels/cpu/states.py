@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.cpu.activations import ACTIVATIONS, activate
+from quire.kernels.cpu.activations import ACTIVATIONS, NO_ACTIVATION, activate
 from quire.kernels.cpu.arrays import as_rows
 from quire.kernels.cpu.jit import jit, op
 from quire.kernels.cpu.pointers import f32_ptr, i32_ptr, i64_ptr
@@ -42,11 +42,11 @@ def earlier(x, x_at, stride, token, state, state_at, width, taps, fresh, count):
 @op
 def convolve(args, first, last, scratch):
     """Items are a sequence's pieces of channels. x, elements between its rows, weight, bias or 0, state, out, width,
-    taps, pieces, starts of the sequences, their lengths, their rows in the state, activation or -1."""
+    taps, pieces, starts of the sequences, their lengths, their rows in the state, activation's id or NO_ACTIVATION."""
     x, stride, weight, bias = f32_ptr(args[0]), args[1], f32_ptr(args[2]), f32_ptr(args[3])
     state, out = f32_ptr(args[4]), f32_ptr(args[5])
     width, taps, pieces = args[6], args[7], args[8]
-    starts, lengths, rows, activation = i32_ptr(args[9]), i32_ptr(args[10]), i64_ptr(args[11]), args[12]
+    starts, lengths, rows, activation_id = i32_ptr(args[9]), i32_ptr(args[10]), i64_ptr(args[11]), args[12]
     for item in range(first, last):
         sequence, begin = item // pieces, item % pieces * PIECE
         start = np.int64(starts[sequence])
@@ -69,8 +69,8 @@ def convolve(args, first, last, scratch):
                         at = token - taps + 1 + tap
                         v = earlier(x, x_at, stride, at, state, state_at, width, taps, fresh, count)
                         total = multiply_add(load_lanes(weight, tap * width + i, count), v, total)
-                if activation >= 0:
-                    total = activate(total, activation)
+                if activation_id >= 0:
+                    total = activate(total, activation_id)
                 store_lanes(out, (start + token) * width + i, total, count)
             for tap in range(taps - 1):  # upwards: what is read is at or behind what is written
                 v = earlier(x, x_at, stride, tokens - taps + 1 + tap, state, state_at, width, taps, fresh, count)
@@ -95,10 +95,10 @@ def causal_conv(
     pieces = -(-width // PIECE)
     arrays = source, stride, weight, bias, state, out
     step = metadata.cu_query_lens, metadata.seq_lens, metadata.state_rows
-    number = -1 if activation is None else ACTIVATIONS[activation]
+    activation_id = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
     items, work = len(metadata.seq_lens) * pieces, COST * tokens * width * taps
     grain = max(1, pieces // (4 * launcher.num_threads))
-    launcher.emit(convolve, *arrays, width, taps, pieces, *step, number, items=items, work=work, grain=grain)
+    launcher.emit(convolve, *arrays, width, taps, pieces, *step, activation_id, items=items, work=work, grain=grain)
     return out
 
 

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 ACTIVATIONS = {
-    name: number
-    for number, name in enumerate(
+    name: activation_id
+    for activation_id, name in enumerate(
         ("none", "relu", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu2", "sigmoid", "softplus", "swiglu_oai")
     )
 }
-"""Activations by name. "swiglu_oai" is for `gate_and_multiply` only, "none" for kernels that may have one."""
+"""Ids of activations by name. "swiglu_oai" is for `gate_and_multiply` only, "none" for kernels that may have one."""
 
 
 @triton.jit
@@ -29,40 +29,40 @@ def sigmoid(x):
 
 
 @triton.jit
-def activate(x, ACT: tl.constexpr):
-    """Return activation number ACT of x, a float32 block."""
-    if ACT == 1:
+def activate(x, ACTIVATION_ID: tl.constexpr):
+    """Return the activation ACTIVATION_ID of x, a float32 block."""
+    if ACTIVATION_ID == 1:
         # Not a maximum, which would make a number of NaN.
         out = tl.where(x < 0.0, 0.0, x)
-    elif ACT == 2:
+    elif ACTIVATION_ID == 2:
         out = x * sigmoid(x)
-    elif ACT == 3:
+    elif ACTIVATION_ID == 3:
         out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    elif ACT == 4:
+    elif ACTIVATION_ID == 4:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
         out = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACT == 5:
+    elif ACTIVATION_ID == 5:
         out = x * sigmoid(1.702 * x)
-    elif ACT == 6:
+    elif ACTIVATION_ID == 6:
         positive = tl.where(x < 0.0, 0.0, x)
         out = positive * positive
-    elif ACT == 7:
+    elif ACTIVATION_ID == 7:
         out = sigmoid(x)
-    elif ACT == 8:
+    elif ACTIVATION_ID == 8:
         out = tl.where(x > 0.0, x, 0.0) + _log1p(tl.exp(-tl.abs(x)))
     else:
-        tl.static_assert(ACT == 0, "no activation of one number")
+        tl.static_assert(ACTIVATION_ID == 0, "no activation of one number")
         out = x
     return out
 
 
 @triton.jit
-def gate_and_multiply(gate, up, ACT: tl.constexpr):
-    """Return act(gate) * up of float32 blocks; ACT may be that of "swiglu_oai", see `Backend.gated_linear`."""
-    if ACT == 9:
+def gate_and_multiply(gate, up, ACTIVATION_ID: tl.constexpr):
+    """Return act(gate) * up of float32 blocks; ACTIVATION_ID may be "swiglu_oai"'s, see `Backend.gated_linear`."""
+    if ACTIVATION_ID == 9:
         limited = tl.where(gate > 7.0, 7.0, gate)
         bounded = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         out = (bounded + 1.0) * (limited * sigmoid(1.702 * limited))
     else:
-        out = activate(gate, ACT) * up
+        out = activate(gate, ACTIVATION_ID) * up
     return out

@@ -126,24 +126,25 @@ class ExpertOps(LinearOps):
         tokens, hidden = x.shape
         if tokens == 0:
             return torch.empty((0, hidden), dtype=self.act, device=x.device)
-        x, gate = x if x.stride(1) == 1 else x.contiguous(), ACTIVATIONS[activation]
+        x, activation_id = x if x.stride(1) == 1 else x.contiguous(), ACTIVATIONS[activation]
         few = packed.is_float and not self.batch_invariant and few_pairs(tokens, ids.shape[1], packed.sizes[0])
-        return (self._experts_by_pair if few else self._experts_by_block)(x, ids, weights, packed, gate)
+        return (self._experts_by_pair if few else self._experts_by_block)(x, ids, weights, packed, activation_id)
 
     def _experts_by_pair(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, activation_id: int
     ) -> torch.Tensor:
         """Return `experts`, with one matrix-vector product for each pair of a token and an expert."""
         tokens, top_k = ids.shape
         _, hidden, inner = packed.sizes
 
-        def form(kernel: str, rows: int, columns: int, gate: int) -> tuple[ExpertGemv, int]:
+        def form(kernel: str, rows: int, columns: int, activation_id: int) -> tuple[ExpertGemv, int]:
             found = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_pairs{tokens * top_k}", PAIR_TILES[kernel])
             n, k = found["BN"], found["BK"]
-            return ExpertGemv(top_k, rows % n == columns % k == 0, n, k, found["num_stages"], gate), found["num_warps"]
+            even = rows % n == columns % k == 0
+            return ExpertGemv(top_k, even, n, k, found["num_stages"], activation_id), found["num_warps"]
 
         h = torch.empty((tokens * top_k, inner), dtype=self.act, device=x.device)
-        one, warps = form("experts_rows_in", inner, hidden, gate)
+        one, warps = form("experts_rows_in", inner, hidden, activation_id)
         gated_rows[(tokens * top_k, -(-inner // one.N))](
             rows_of(x), ids, packed.first.data, packed.first.bias, h, inner, hidden, FORM=one, num_warps=warps
         )
@@ -155,7 +156,7 @@ class ExpertOps(LinearOps):
         return out
 
     def _experts_by_block(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, gate: int
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts, activation_id: int
     ) -> torch.Tensor:
         """Return `experts`, with a grouped product: pairs sorted by expert, in blocks of rows."""
         size = 64 if self.batch_invariant else self._block_size(ids.numel(), packed.sizes[0])
@@ -163,17 +164,19 @@ class ExpertOps(LinearOps):
         if not packed.is_float:
             size, multiply = min(64, size), self._coded_product
         blocks = sort_pairs(ids, packed.sizes[0], size)
-        h = multiply(x, packed.first, blocks, ids.shape[1], gate)
+        h = multiply(x, packed.first, blocks, ids.shape[1], activation_id)
         return weighted_sum(multiply(h, packed.last, blocks, 1, 0), weights)
 
-    def _float_product(self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, gate: int) -> torch.Tensor:
-        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
-        rows, depth, size = weight.outputs // (2 if gate else 1), weight.inputs, blocks.size
-        kernel, hidden, inner = ("experts_in", depth, rows) if gate else ("experts_out", rows, depth)
+    def _float_product(
+        self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, activation_id: int
+    ) -> torch.Tensor:
+        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; gated, act(gate) * up of them."""
+        rows, depth, size = weight.outputs // (2 if activation_id else 1), weight.inputs, blocks.size
+        kernel, hidden, inner = ("experts_in", depth, rows) if activation_id else ("experts_out", rows, depth)
         default = float_tiles(kernel, size, self.act)
         tile = self.tuned_configs.get(kernel, f"h{hidden}_i{inner}_m{size}", default)
         even = rows % tile["BN"] == depth % tile["BK"] == 0
-        form = GroupedGemm(top_k, gate, even, size, tile["BN"], tile["BK"])
+        form = GroupedGemm(top_k, activation_id, even, size, tile["BN"], tile["BK"])
         pairs, num_blocks = x.shape[0] * top_k, blocks.experts.shape[0]
         out = torch.empty((pairs, rows), dtype=self.act, device=x.device)
         inputs, sizes = rows_of(x), (pairs, num_blocks, rows, depth)
@@ -182,9 +185,11 @@ class ExpertOps(LinearOps):
         )
         return out
 
-    def _coded_product(self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, gate: int) -> torch.Tensor:
-        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; with `gate`, gate times up."""
-        pairs, outputs = x.shape[0] * top_k, weight.outputs // (2 if gate else 1)
+    def _coded_product(
+        self, x: torch.Tensor, weight: GPULinear, blocks: Blocks, top_k: int, activation_id: int
+    ) -> torch.Tensor:
+        """Return the products of pairs, [pairs, N] of `act`: x [pairs / top_k, K]; gated, act(gate) * up of them."""
+        pairs, outputs = x.shape[0] * top_k, weight.outputs // (2 if activation_id else 1)
         scales = None
         if weight.input_format is not None:
             x, scales = quantize_rows(x, e4m3=weight.input_format == "e4m3", depth=weight.depth)
@@ -197,7 +202,7 @@ class ExpertOps(LinearOps):
         num_blocks = blocks.experts.shape[0]
         inputs, sizes = Inputs(x, scales, x.stride(0)), (pairs, num_blocks, outputs, x.shape[1], weight.inputs)
         coded_kernel[(num_blocks * -(-outputs // form.BN),)](
-            inputs, weight.tensors(), blocks[:2], out, *sizes, gate, top_k, FORM=form, **launch_options(tiles)
+            inputs, weight.tensors(), blocks[:2], out, *sizes, activation_id, top_k, FORM=form, **launch_options(tiles)
         )
         return out
 

@@ -134,7 +134,7 @@ def _load_rows(base, n, k, rows, depth, EVEN: tl.constexpr):
 class ExpertGemv(NamedTuple):
     """What products of single pairs are compiled for: N rows of a weight and K of its columns, in so many stages.
 
-    top_k: experts of a token. even: N and K divide the matrix. gate: the activation's number, of the first product.
+    top_k: experts of a token. even: N and K divide the matrix. activation_id: of the first product.
     """
 
     top_k: int
@@ -142,7 +142,7 @@ class ExpertGemv(NamedTuple):
     N: int
     K: int
     stages: int
-    gate: int = 0
+    activation_id: int = 0
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def gated_rows(x, ids, w, bias, out, inner, depth, FORM: tl.constexpr):
         own = bias + expert * 2 * inner + n
         gates += tl.load(own, inside, other=0.0)
         ups += tl.load(own + inner, inside, other=0.0)
-    tl.store(out + pair * inner + n, gate_and_multiply(gates, ups, FORM.gate).to(out.dtype.element_ty), inside)
+    tl.store(out + pair * inner + n, gate_and_multiply(gates, ups, FORM.activation_id).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -198,12 +198,12 @@ def mixed_rows(h, ids, weights, w, bias, out, width, depth, FORM: tl.constexpr):
 class GroupedGemm(NamedTuple):
     """What grouped products are compiled for.
 
-    divisor: pairs of a row of x. gate: number of the activation of a gated product, or 0. even: BN and BK divide the
-    matrix. BM, BN, BK: rows of x, rows of the weight, and inputs of a tile. GROUP: see `grouped_tile`.
+    divisor: pairs of a row of x. activation_id: of a gated product, or 0. even: BN and BK divide the matrix. BM, BN,
+    BK: rows of x, rows of the weight, and inputs of a tile. GROUP: see `grouped_tile`.
     """
 
     divisor: int
-    gate: int
+    activation_id: int
     even: bool
     BM: int
     BN: int
@@ -236,7 +236,7 @@ def grouped_gemm_kernel(x, w, bias, blocks, out, num_pairs, num_blocks, N, depth
     real = pair < num_pairs
     rows = x.data + (pair // FORM.divisor).to(tl.int64)[:, None] * x.stride
     n, lanes = tile * FORM.BN + tl.arange(0, FORM.BN), tl.arange(0, FORM.BK)
-    matrices: tl.constexpr = 2 if FORM.gate > 0 else 1
+    matrices: tl.constexpr = 2 if FORM.activation_id > 0 else 1
     base = w + expert.to(tl.int64) * matrices * N * depth
     BM: tl.constexpr = FORM.BM
     BN: tl.constexpr = FORM.BN
@@ -247,17 +247,17 @@ def grouped_gemm_kernel(x, w, bias, blocks, out, num_pairs, num_blocks, N, depth
         mask = real[:, None] if FORM.even else real[:, None] & (k < depth)[None, :]
         values = tl.load(rows + k[None, :], mask, other=0.0).to(w.dtype.element_ty)
         total = tl.dot(values, _load_weight(base, n, k, N, depth, FORM.even), total, input_precision="ieee")
-        if FORM.gate > 0:
+        if FORM.activation_id > 0:
             w_up = _load_weight(base + N.to(tl.int64) * depth, n, k, N, depth, FORM.even)
             up = tl.dot(values, w_up, up, input_precision="ieee")
     inside = n < N
     if bias is not None:
         own = bias + expert * matrices * N + n
         total += tl.load(own, inside, other=0.0)[None, :]
-        if FORM.gate > 0:
+        if FORM.activation_id > 0:
             up += tl.load(own + N, inside, other=0.0)[None, :]
-    if FORM.gate > 0:
-        total = gate_and_multiply(total, up, FORM.gate)
+    if FORM.activation_id > 0:
+        total = gate_and_multiply(total, up, FORM.activation_id)
     at = out + pair.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, total.to(out.dtype.element_ty), real[:, None] & inside[None, :])
 
@@ -278,9 +278,20 @@ def _products(x, row, expert, w, own, K, inputs, factor, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def coded_kernel(
-    x, w, blocks, out, num_pairs, num_blocks, N, K, inputs, GATE: tl.constexpr, TOP_K: tl.constexpr, FORM: tl.constexpr
+    x,
+    w,
+    blocks,
+    out,
+    num_pairs,
+    num_blocks,
+    N,
+    K,
+    inputs,
+    ACTIVATION_ID: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """out[pair] = w[expert] @ x[pair // TOP_K] for pairs of a block; with GATE, w has 2 N rows, gate's and up's.
+    """out[pair] = w[expert] @ x[pair // TOP_K] for pairs of a block; gated, w has 2 N rows, gate's and up's.
 
     x: `Inputs` of K elements a row. w: `Weight` of all experts, of `inputs` columns. blocks: pairs, owners.
     """
@@ -289,15 +300,15 @@ def coded_kernel(
     expert = tl.load(owners + block).to(tl.int64)
     if expert < 0:
         return
-    matrices: tl.constexpr = 2 if GATE > 0 else 1
+    matrices: tl.constexpr = 2 if ACTIVATION_ID > 0 else 1
     n = tile * FORM.BN + tl.arange(0, FORM.BN)
     own = expert * matrices * N + tl.minimum(n, N - 1)
     pair = tl.load(pairs + block * FORM.BM + tl.arange(0, FORM.BM))
     row = tl.minimum(pair, num_pairs - 1) // TOP_K
     factor = tl.load(x.scales + row)[None, :] if x.scales is not None else 1.0
     result = _products(x, row, expert, w, own, K, inputs, factor, FORM)
-    if GATE > 0:
+    if ACTIVATION_ID > 0:
         up = _products(x, row, expert, w, own + N, K, inputs, factor, FORM)
-        result = gate_and_multiply(result, up, GATE)
+        result = gate_and_multiply(result, up, ACTIVATION_ID)
     where = out + pair.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(where, tl.trans(result).to(out.dtype.element_ty), (pair < num_pairs)[:, None] & (n < N)[None, :])

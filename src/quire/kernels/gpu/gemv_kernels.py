@@ -21,7 +21,7 @@ from quire.kernels.gpu.pdl import fetch_ahead, launch_dependents, wait_for_depen
 class Gemv(NamedTuple):
     """What a product is compiled for.
 
-    rows: of x. kind, group, x_codes, native: as in `Gemm`. gate: number of the activation of gated products, or 0.
+    rows: of x. kind, group, x_codes, native: as in `Gemm`. activation_id: of gated products, or 0.
     BN: rows of the weight of a program. NCH: chunks of 16 bytes that it reads at a time. V: elements of 16 bytes.
     even: no chunk passes the end of K. pdl: see `pdl.py`; `pieces` of each row are fetched to L2 then while the kernel
         before is at work.
@@ -31,7 +31,7 @@ class Gemv(NamedTuple):
     kind: int
     group: int
     x_codes: bool
-    gate: int
+    activation_id: int
     native: bool
     even: bool
     BN: int
@@ -129,7 +129,7 @@ def _finish(acc, scale, bias, n, N):
 
 @triton.jit
 def gemv_kernel(x, w, out, N, K, FORM: tl.constexpr):
-    """out [rows, N] = x [rows, K] @ w [N, K].T; if `gate`, w has 2 N rows and their halves go through an activation.
+    """out [rows, N] = x [rows, K] @ w [N, K].T; gated, w has 2 N rows, gate's and up's, and out is act(gate) * up.
 
     x: `Inputs`. w: `Weight`. out: `Rows`. Grid: blocks of BN of the N columns.
     """
@@ -138,7 +138,7 @@ def gemv_kernel(x, w, out, N, K, FORM: tl.constexpr):
     own = tl.minimum(n, N - 1).to(tl.int64)
     if FORM.pdl:
         fetch_ahead(w.data + own * w.row, FORM.pieces)
-        if FORM.gate > 0:
+        if FORM.activation_id > 0:
             fetch_ahead(w.data + (own + N) * w.row, FORM.pieces)
     wait_for_dependencies(FORM.pdl)
     BN: tl.constexpr = FORM.BN
@@ -152,14 +152,16 @@ def gemv_kernel(x, w, out, N, K, FORM: tl.constexpr):
     wide: tl.constexpr = 32 if FORM.kind == 2 or FORM.kind == 5 else FORM.V
     for start in range(0, K, FORM.NCH * wide):
         sums = _add_products(sums, x, w, own, start, K, FORM)
-        if FORM.gate > 0:
+        if FORM.activation_id > 0:
             up_sums = _add_products(up_sums, x, w, own + N, start, K, FORM)
     scale = tl.load(w.row_scales + own) if w.row_scales is not None else 1.0
-    up_scale = tl.load(w.row_scales + own + N) if w.row_scales is not None and FORM.gate > 0 else scale
+    up_scale = tl.load(w.row_scales + own + N) if w.row_scales is not None and FORM.activation_id > 0 else scale
     for row in tl.static_range(ROWS):
         factor = tl.load(x.scales + row) if x.scales is not None else 1.0
         result = _finish(sums[row], scale * factor, w.bias, n, N)
-        if FORM.gate > 0:
+        if FORM.activation_id > 0:
             up_bias = w.bias + N if w.bias is not None else None
-            result = gate_and_multiply(result, _finish(up_sums[row], up_scale * factor, up_bias, n, N), FORM.gate)
+            result = gate_and_multiply(
+                result, _finish(up_sums[row], up_scale * factor, up_bias, n, N), FORM.activation_id
+            )
         tl.store(out.data + row * out.stride + n, result.to(out.data.dtype.element_ty), mask=n < N)

@@ -39,7 +39,7 @@ ROW_BLOCK, GATE_BLOCK = 1024, 1024  # columns that one program of a row-wise ker
 
 
 @triton.jit
-def gate_kernel(x, out, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gate_kernel(x, out, width, ACTIVATION_ID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t, i] = act(x[t, i]) * x[t, width + i]. Bound by bandwidth."""
     launch_dependents(PDL)
     wait_for_dependencies(PDL)
@@ -47,7 +47,7 @@ def gate_kernel(x, out, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x.data + t * x.stride + i, mask=i < width, other=0).to(tl.float32)
     up = tl.load(x.data + t * x.stride + width + i, mask=i < width, other=0).to(tl.float32)
-    tl.store(out + t * width + i, gate_and_multiply(gate, up, ACT).to(out.dtype.element_ty), mask=i < width)
+    tl.store(out + t * width + i, gate_and_multiply(gate, up, ACTIVATION_ID).to(out.dtype.element_ty), mask=i < width)
 
 
 def gemv_key(weight: GPULinear, rows: int, *, gated: bool) -> str:
@@ -142,20 +142,20 @@ class LinearOps(ArrayOps):
 
     def gated_linear(self, x: torch.Tensor, weight: GPULinear, activation: str) -> torch.Tensor:
         """For a few rows one kernel computes all of it."""
-        number = ACTIVATIONS[activation]
+        activation_id = ACTIVATIONS[activation]
         if x.shape[0] <= MAX_GEMV_ROWS and self._is_gemv(x.shape[0], weight):
-            return self._product(x, weight, number)
+            return self._product(x, weight, activation_id)
         return self.gated_activation(self._product(x, weight, 0), activation)
 
     def gated_activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The result is of x's type."""
-        number = ACTIVATIONS[activation]
+        activation_id = ACTIVATIONS[activation]
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         if rows:
             block = min(GATE_BLOCK, power_of_two(width))
             gate_kernel[(rows, -(-width // block))](
-                rows_of(x), out, width, ACT=number, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
+                rows_of(x), out, width, ACTIVATION_ID=activation_id, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
             )
         return out
 
@@ -209,8 +209,8 @@ class LinearOps(ArrayOps):
             known = launches["most rows"] = self.tuned_configs.get("gemv_rows", key, default)
         return bool(rows <= known["rows"])
 
-    def _product(self, x: torch.Tensor, weight: GPULinear, gate: int) -> torch.Tensor:
-        """Return x @ weight.T + bias; with `gate`, an activation's number, activation(gate) * up of it."""
+    def _product(self, x: torch.Tensor, weight: GPULinear, activation_id: int) -> torch.Tensor:
+        """Return x @ weight.T + bias; with an `activation_id`, activation(gate) * up of it."""
         rows = x.shape[0]
         gemv = self._is_gemv(rows, weight)
         if weight.kind == "float" and not gemv and not self.batch_invariant:
@@ -224,10 +224,10 @@ class LinearOps(ArrayOps):
         if scales is not None and not gemv and self._is_scaled_blas(weight):
             return self._scaled_blas(x, scales, weight)
         out_type = torch.float32 if weight.float32_output else self.act
-        width = weight.outputs // 2 if gate else weight.outputs
+        width = weight.outputs // 2 if activation_id else weight.outputs
         out = torch.empty((rows, width), dtype=out_type, device=self.device)
         if gemv:
-            self._gemv(x, scales, weight, out, gate)
+            self._gemv(x, scales, weight, out, activation_id)
         elif rows:
             self._gemm(x, scales, weight, out)
         return out
@@ -266,19 +266,19 @@ class LinearOps(ArrayOps):
         )
 
     def _gemv(
-        self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor, gate: int
+        self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor, activation_id: int
     ) -> None:
         """Launch `gemv_kernel` for x, which is quantized if there are scales."""
-        launches, key = self._launches(weight), ("gemv", gate, x.shape[0])
+        launches, key = self._launches(weight), ("gemv", activation_id, x.shape[0])
         found = launches.get(key)
         if found is None:
-            found = launches[key] = self._gemv_form(weight, x.shape[0], gate)
+            found = launches[key] = self._gemv_form(weight, x.shape[0], activation_id)
         form, num_warps = found
         inputs, sizes = Inputs(x, scales, x.stride(0)), (out.shape[1], x.shape[1])
         grid, options = (-(-out.shape[1] // form.BN),), {"num_warps": num_warps, "launch_pdl": form.pdl}
         gemv_kernel[grid](inputs, weight.tensors(), rows_of(out), *sizes, FORM=form, **options)
 
-    def _gemv_form(self, weight: GPULinear, rows: int, gate: int) -> tuple[Gemv, int]:
+    def _gemv_form(self, weight: GPULinear, rows: int, activation_id: int) -> tuple[Gemv, int]:
         """Return the compile-time constants of `gemv_kernel`, and its number of warps.
 
         A program reads as many chunks of 16 bytes as a row has, up to four warps of them, and few rows of the weight.
@@ -286,7 +286,7 @@ class LinearOps(ArrayOps):
         outputs there are but 8 programs of 128 threads on each: a thread then has two loads of 16 bytes at a time.
         """
         inputs = weight.depth if weight.input_format else weight.inputs
-        nibbles, gated = weight.kind in NIBBLES, gate > 0
+        nibbles, gated = weight.kind in NIBBLES, activation_id > 0
         elements = 16 // weight.data.element_size()
         chunk = 2 * elements if nibbles else elements
         chunks = min(128, max(32, power_of_two(-(-inputs // chunk))))
@@ -310,7 +310,7 @@ class LinearOps(ArrayOps):
         # An unmasked half of a chunk of nibbles must not pass the end either.
         even, tile = inputs % (choice["NCH"] * chunk) == 0, (choice["BN"], choice["NCH"], elements)
         kind, x_codes = KINDS[weight.kind], weight.input_format == "e4m3"
-        form = Gemv(rows, kind, weight.group, x_codes, gate, self._native, even, *tile, self.pdl, pieces)
+        form = Gemv(rows, kind, weight.group, x_codes, activation_id, self._native, even, *tile, self.pdl, pieces)
         return form, choice["num_warps"]
 
     def _gemm(self, x: torch.Tensor, scales: torch.Tensor | None, weight: GPULinear, out: torch.Tensor) -> None:

@@ -136,12 +136,12 @@ def _tanh(x):
 
 
 @triton.jit
-def activation_kernel(x, out, width, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """Apply activation ACT to `count` elements of x, `Rows` of `width`; those of out are contiguous."""
+def activation_kernel(x, out, width, count, ACTIVATION_ID: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply the activation to `count` elements of x, `Rows` of `width`; those of out are contiguous."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     values = tl.load(x.data + at // width * x.stride + at % width, mask=mask, other=0).to(tl.float32)
-    tl.store(out + at, activate(values, ACT).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, activate(values, ACTIVATION_ID).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -229,14 +229,16 @@ class RowOps(ArrayOps):
             whole_rows(q), whole_rows(k), positions, cos_sin, tokens, FORM=form, enable_fp_fusion=False
         )
 
-    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The result has the type of x: the gates of recurrent states are float32 and need its precision."""
-        number, source = ACTIVATIONS[name], as_rows(x)
+        activation_id, source = ACTIVATIONS[activation], as_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         count = source.numel()
         if count:
             grid = (-(-count // ELEMENTS),)
-            activation_kernel[grid](rows_of(source), out, source.shape[1], count, ACT=number, BLOCK=ELEMENTS)
+            activation_kernel[grid](
+                rows_of(source), out, source.shape[1], count, ACTIVATION_ID=activation_id, BLOCK=ELEMENTS
+            )
         return out
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:

@@ -298,7 +298,7 @@ TILE = (16, 128)  # tokens and channels of a program that has several
 class Conv(NamedTuple):
     """What a convolution is compiled for: `taps`, one less of them padded, tokens and channels of a program."""
 
-    activation: int
+    activation_id: int
     taps: int
     padded: int
     rows: int
@@ -331,7 +331,7 @@ def conv_single_kernel(x, weight, bias, state, out, batch, channels, FORM: tl.co
         tl.debug_barrier()  # no thread writes before all have read
         tl.store(places - channels, values, mask=older & (tap > 0))
         tl.store(own + (FORM.taps - 2) * channels, newest, mask=inside)
-    result = activate(total, FORM.activation).to(out.dtype.element_ty)
+    result = activate(total, FORM.activation_id).to(out.dtype.element_ty)
     tl.store(out + s.to(tl.int64) * channels + column, result, mask=inside)
 
 
@@ -363,7 +363,7 @@ def conv_kernel(x, weight, bias, state, out, batch, tokens, channels, num_sequen
             place = (own + (source - first + TAPS - 1) * channels)[:, None] + column[None, :]
             value += tl.load(state + place, mask=old, other=0)
         total += tl.load(weight + tap * channels + column, mask=inside, other=0)[None, :] * value
-    result = activate(total, FORM.activation).to(out.dtype.element_ty)
+    result = activate(total, FORM.activation_id).to(out.dtype.element_ty)
     target = out + row.to(tl.int64)[:, None] * channels + column[None, :]
     tl.store(target, result, mask=valid[:, None] & inside[None, :])
 
@@ -417,13 +417,13 @@ class StateOps(ArrayOps):
         metadata: AttentionMetadata,
         activation: str | None = None,
     ) -> torch.Tensor:
-        number = ACTIVATIONS[activation or "none"]
+        activation_id = ACTIVATIONS[activation or "none"]
         x = as_rows(x)
         (tokens, channels), taps, sequences = x.shape, weight.shape[0], metadata.seq_lens.shape[0]
         out = torch.empty((tokens, channels), dtype=self.act, device=x.device)
         if tokens == 0:
             return out
-        single = Conv(number, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
+        single = Conv(activation_id, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
         grid, rows, batch = (sequences, -(-channels // CHANNELS)), rows_of(x), sequences_of(metadata)
         if metadata.single:
             conv_single_kernel[grid](rows, weight, bias, state, out, batch, channels, FORM=single)

@@ -388,8 +388,8 @@ class ReferenceBackend(HostMemory, Backend):
             first.copy_(rotated[0])
             second.copy_(rotated[1])
 
-    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return ACTIVATIONS[name](x)
+    def activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        return ACTIVATIONS[activation](x)
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         x.copy_(cap * torch.tanh(x / cap))
@@ -588,9 +588,9 @@ class InvariantReferenceBackend(ReferenceBackend):
         op = super().layer_norm
         return row_by_row(lambda row: op(row, weight, bias, eps), x)
 
-    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def activation(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         op = super().activation
-        return row_by_row(lambda row: op(row, name), x)
+        return row_by_row(lambda row: op(row, activation), x)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> TopLogprobs:
         op = super().top_logprobs
