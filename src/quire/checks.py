@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -104,25 +103,29 @@ def check_string(value: Any, where: str) -> str:
 
 
 def check_unicode(value: Any, where: str) -> None:
-    """Raise `RequestError` if a text, or one anywhere in a JSON value, has a lone surrogate, which is not in UTF-8."""
+    """Raise `RequestError` unless a value is JSON data without lone surrogates, which UTF-8 cannot have."""
+    _check_encodable(msgspec.json.encode, value, where)
+
+
+def check_sendable(value: Any, where: str) -> None:
+    """Raise `RequestError` unless a value is JSON data that can be sent to another process."""
+    _check_encodable(msgspec.msgpack.encode, value, where)
+
+
+def _check_encodable(encode: Callable[[Any], bytes], value: Any, where: str) -> None:
     try:
         if isinstance(value, str):
-            value.encode()
+            value.encode()  # its error says at which character
         else:
-            with contextlib.suppress(TypeError):  # others say what kinds of values a field may have
-                msgspec.json.encode(value)
+            encode(value)
     except UnicodeEncodeError as error:
         place = f" at character {error.start}" if isinstance(value, str) else ""
         message = f"{where} has a lone surrogate{place}; it is not valid Unicode text"
         raise RequestError(message, param=where) from None
-
-
-def check_sendable(value: Any, where: str) -> None:
-    """Raise `RequestError` if a JSON value has what cannot be sent to another process."""
-    check_unicode(value, where)
-    try:
-        with contextlib.suppress(TypeError):
-            msgspec.msgpack.encode(value)
+    except RecursionError:
+        raise RequestError(f"{where} is nested too deeply", param=where) from None
+    except TypeError as error:
+        raise RequestError(f"{where} must be JSON data: {error}", param=where, code="invalid_type") from None
     except OverflowError:
         raise RequestError(f"{where} may have no integers of more than 64 bits", param=where) from None
 

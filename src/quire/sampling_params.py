@@ -25,6 +25,7 @@ from quire.checks import (
     check_list,
     check_sendable,
     check_strings,
+    check_unicode,
     wrong_type,
     wrong_value,
 )
@@ -169,8 +170,16 @@ def _check_top_n_sigma(name: str, value: Any) -> float:
 def _check_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
-    check_sendable(value, name)
+    _check_arguments(value, name)
     return value
+
+
+def _check_arguments(arguments: dict[Any, Any], name: str) -> None:
+    """Raise `RequestError` for arguments of logits processors that an engine process could not read."""
+    for key in arguments:
+        if not isinstance(key, str):
+            raise RequestError(f"{name} has key {echo(key)}; keys must be texts", param=name, code="invalid_type")
+    check_sendable(arguments, name)
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:
@@ -218,7 +227,8 @@ class LogitsProcessorParams(msgspec.Struct, omit_defaults=True):
                 param="logits_processors",
                 code="invalid_type",
             )
-        check_sendable([self.name, self.args], "logits_processors")
+        check_unicode(self.name, "logits_processors")
+        _check_arguments(self.args, "logits_processors")
 
 
 def as_struct(name: str, value: Any, kind: type[_S]) -> _S:

@@ -198,6 +198,9 @@ def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
         ({"logits_processors": ["x"], "extra_args": [1]}, "extra_args", "invalid_type"),
         ({"logits_processors": ["x"], "extra_args": {"y": 2**64}}, "extra_args", "invalid_value"),
         ({"logits_processors": [{"name": "x", "args": {"y": 2**64}}]}, "logits_processors", "invalid_value"),
+        ({"logits_processors": ["x"], "extra_args": {"y": object()}}, "extra_args", "invalid_type"),
+        ({"logits_processors": ["x"], "extra_args": {1: "y"}}, "extra_args", "invalid_type"),
+        ({"logits_processors": [{"name": "x", "args": {1: "y"}}]}, "logits_processors", "invalid_type"),
         ({"repetition_detection": 3}, "repetition_detection", "invalid_type"),
         ({"repetition_detection": {}}, "repetition_detection", "missing_required_parameter"),
         (

@@ -1,4 +1,4 @@
-"""Lone surrogates, which JSON can spell out and UTF-8 does not have, are refused by the name of their field."""
+"""Values that UTF-8 or JSON cannot have, such as lone surrogates, are refused by the name of their field."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def llm() -> Iterator[LLM]:
     llm.close()
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def tool(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, **fields}}]
 
@@ -43,6 +50,8 @@ def tool(**fields: Any) -> list[dict[str, Any]]:
         ({"bad_words": [BROKEN]}, "bad_words[0]"),
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": [BROKEN]}, "dry_sequence_breakers[0]"),
         ({"extra_args": {"x": [BROKEN]}}, "extra_args"),
+        ({"structured_outputs": {"json": {"enum": [object(), BROKEN]}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"enum": nested(3000)}}}, "structured_outputs.json"),
         ({"logits_processors": [{"name": "x", "args": {BROKEN: 1}}]}, "logits_processors"),
         ({"structured_outputs": {"json": {"const": BROKEN}}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": f'{{"const": "{BROKEN}"}}'}}, "structured_outputs.json"),
