@@ -273,14 +273,14 @@ class SchedulerConfig:
     )
 
     @property
-    def most_queued_reqs(self) -> int:
+    def resolved_max_num_queued_reqs(self) -> int:
         """`max_num_queued_reqs` or its default."""
         return self.max_num_queued_reqs or 4 * self.max_num_seqs
 
     @property
-    def most_queued_tokens(self) -> int:
+    def resolved_max_num_queued_tokens(self) -> int:
         """`max_num_queued_tokens` or its default."""
-        return self.max_num_queued_tokens or self.most_queued_reqs * self.max_num_batched_tokens
+        return self.max_num_queued_tokens or self.resolved_max_num_queued_reqs * self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,7 @@ class AsyncLLM:
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
-        self.max_num_queued_reqs = self.config.scheduler.most_queued_reqs
+        self.max_num_queued_reqs = self.config.scheduler.resolved_max_num_queued_reqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_level = 0  # as the engine has last said
         self._num_falling_asleep = 0  # calls of `sleep` that are not answered; no request begins from there
@@ -272,7 +272,7 @@ class AsyncLLM:
             raise OverloadedError(
                 f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
             )
-        if queued and queued + num_tokens > self.config.scheduler.most_queued_tokens:
+        if queued and queued + num_tokens > self.config.scheduler.resolved_max_num_queued_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
         limits = [limit for limit in (max_ttft, self.config.server.max_ttft) if limit is not None]
         if limits and queued and wait is not None and wait > PREDICTED_SHARE * min(limits):

@@ -128,7 +128,7 @@ class ServedModel:
     @property
     def max_waiting(self) -> int:
         """Most requests that may wait for it to be loaded."""
-        return self.config.scheduler.most_queued_reqs
+        return self.config.scheduler.resolved_max_num_queued_reqs
 
     # ---- events ----
 
