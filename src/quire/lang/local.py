@@ -144,8 +144,8 @@ class LocalBackend(Backend):
     def __init__(self, model: str = DEMO_MODEL, *, llm: AsyncLLM | None = None, **options: Any) -> None:
         super().__init__()
         self.llm = AsyncLLM(model=model, **{"engine": "inline", **options}) if llm is None else llm
-        self._turn = asyncio.Lock()  # of the request that waits for room; all others wait for it
-        self._progress = asyncio.Event()  # that a request has made, after which there may be room
+        self._room_lock = asyncio.Lock()  # held by the request that waits for room; all others wait for it
+        self._progressed = asyncio.Event()  # that a request has made, after which there may be room
         self._writer: TurnWriter | None = None
 
     def context(self) -> Context:
@@ -155,13 +155,13 @@ class LocalBackend(Backend):
         await self.llm.close()
 
     async def submit(self, prompt: list[int], params: SamplingParams) -> RequestStream:
-        """Submit a request; one that would be refused as an overload waits instead. Its reader calls `progress`."""
+        """Submit a request; where it would be refused as an overload, wait first. Its reader calls `note_progress`."""
         while True:
-            async with self._turn:
+            async with self._room_lock:
                 while not self._has_room(len(prompt)):
-                    self._progress.clear()
+                    self._progressed.clear()
                     with contextlib.suppress(TimeoutError):  # others may use the engine, too
-                        await asyncio.wait_for(self._progress.wait(), POLL_SECONDS)
+                        await asyncio.wait_for(self._progressed.wait(), POLL_SECONDS)
             with contextlib.suppress(OverloadedError):  # another request was faster
                 return await self.llm.submit({"prompt_token_ids": prompt}, params)
 
@@ -172,9 +172,9 @@ class LocalBackend(Backend):
             return False
         return True
 
-    def progress(self) -> None:
+    def note_progress(self) -> None:
         """Note that a request has had output, or has ended."""
-        self._progress.set()
+        self._progressed.set()
 
     def writer(self, tokenizer: Tokenizer) -> TurnWriter:
         """Return what writes turns. Raises `RequestError` if the model has no chat template."""
@@ -308,13 +308,13 @@ class LocalContext(Context):
         try:
             async with await self._backend.submit(prompt, params) as stream:
                 async for output in stream:
-                    self._backend.progress()
+                    self._backend.note_progress()
                     for item in output.outputs:
                         emit(item.text)
                         texts.append(item.text)
                         token_ids.extend(item.token_ids)
         finally:
-            self._backend.progress()
+            self._backend.note_progress()
         if item.error is not None:
             raise item.error
         if item.finish_reason not in ("stop", "length"):
