@@ -51,6 +51,7 @@ def bodies() -> dict[str, tuple[str, str]]:
             f'"messages":[{USER}],"chat_template_kwargs":{{{numbered(chr(34) + "k%d" + chr(34) + ":1", 200_000)}}}',
         ),
         "long text": ("/v1/completions", '"prompt":"' + "a b," * (MAX_BYTES // 4) + '"'),
+        "a constant": ("/v1/completions", '"prompt":"' + "x" * (MAX_BYTES - 99) + '","n":NaN'),
         "text to split": ("/tokenize", '"return_token_strs":true,"prompt":"' + "a b," * 45_000 + '"'),
         "ids to join": ("/detokenize", '"tokens":[' + many("77", 2_000_000) + "]"),
         "many prompts": ("/v1/completions", '"max_tokens":1,"prompt":[' + many('"' + "a b," * 1000 + '"', 30) + "]"),

@@ -47,6 +47,7 @@ REQUESTS = [
         for more in (b"", UPGRADE, b"Expect: 100-continue\r\n", b"Connection: close\r\n")
         for body in (
             b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY,
+            b"Content-Length: %d\r\n\r\n" % (len(BODY) + 70_000) + BODY + b" " * 70_000,
             b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS + b"\r\n",
             b"Transfer-Encoding: chunked\r\nTrailer: X\r\n\r\n" + CHUNKS + b"X: 1\r\nContent-Length: 5\r\n\r\n",
         )

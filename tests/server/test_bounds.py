@@ -17,6 +17,7 @@ from quire.server.http import default_connections
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import COMPLETIONS, check_error
 from tests.server.sockets import (
+    CANARY,
     CLOSE,
     ENDLESS,
     GET,
@@ -62,7 +63,9 @@ def test_one_address_leaves_connections_to_others(make_server: MakeServer) -> No
     server = make_server(max_connections=8)
     held = [server.connect() for _ in range(6)]
     server.wait_until(lambda: len(server.connections) == 6)
-    check_cut_off(server.raw(b""), 503, "engine_overloaded")
+    for _ in range(2 * http.PROBE_CONNECTIONS):  # those that are refused leave their places at once
+        check_cut_off(server.raw(request_bytes(COMPLETIONS, BODY)), 503, "engine_overloaded")
+    assert status_of(server.raw(GET + b"\r\n")) == 200, "of the same address, as behind a proxy"
     with socket.create_connection(server.listener.getsockname(), 20, ("127.0.0.2", 0)) as other:
         other.sendall(GET + CLOSE + b"\r\n")
         assert status_of(read_all(other)) == 200
@@ -94,9 +97,9 @@ POST_JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applicat
 def begin_body(server: LiveServer, limits: http.ConnectionLimits, sent: int) -> socket.socket:
     """Return a connection on which the first bytes of a body have arrived."""
     connection = server.connect()
-    before = {body for body, _ in server.do(lambda: list(limits._bodies.items()))}
+    before = {body for body, _ in server.do(lambda: list(limits._incomplete.items()))}
     connection.sendall(POST_JSON + b"Content-Length: 4096\r\n\r\n" + b" " * sent)
-    server.wait_until(lambda: any(body.size == sent for body in limits._bodies if body not in before))
+    server.wait_until(lambda: any(body.size == sent for body in limits._incomplete if body not in before))
     return connection
 
 
@@ -118,7 +121,7 @@ def test_bodies_that_are_received_are_bounded_together(
     assert b"retry-after: 1\r\n" in answer
     assert server.http.post(COMPLETIONS, json=BODY).status_code == 200, "small ones still fit"
     server.wait_until(lambda: limits.receiving_bytes == 9000)
-    monkeypatch.setattr(http, "SLOW_BODY_SECONDS", 0.0)  # those that take long make room
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.0)  # those that take long make room
     more = begin_body(server, limits, 1500)
     check_cut_off(read_all(slow[0]), 408, "request_timeout")
     more.sendall(b" " * (4096 - 1500))
@@ -126,6 +129,22 @@ def test_bodies_that_are_received_are_bounded_together(
     for connection in (*slow, more):
         connection.close()
     server.wait_until(lambda: idle(server) and limits.receiving_bytes == 0 and limits.num_connections <= 1)
+
+
+def test_a_body_that_has_arrived_is_not_slow(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.0)
+    server = make_server(max_body_bytes=4096, max_receiving_bytes=8192)
+    sung = sing(server)
+    limits = limits_of(server)
+    with server.connect() as connection:
+        connection.sendall(request_bytes(COMPLETIONS, {**ENDLESS, "max_tokens": 5000, "stream": True}))
+        read_until(connection, b"data: ")
+        waiting = request_bytes(COMPLETIONS, {**CANARY, "stop": ["-" * 999] * 3}, "Connection: close\r\n")
+        connection.sendall(waiting)
+        server.wait_until(lambda: limits.receiving_bytes > 3000 and not limits._incomplete)
+        with begin_body(server, limits, 3000) as slow, begin_body(server, limits, 2500):
+            check_cut_off(read_all(slow), 408, "request_timeout")
+        assert json.dumps(sung).encode() in read_all(connection)
 
 
 def test_the_limit_leaves_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,17 +207,93 @@ def test_upgrades_are_ignored(server: LiveServer, sung: str, upgrade: bytes, ste
 
 def test_pipelined_requests_are_bounded(server: LiveServer) -> None:
     requests = request_bytes(COMPLETIONS, CANARY) + (GET + b"\r\n") * 10_000
-    assert exchange(server, requests).count(b"HTTP/1.1 ") <= 1 + http.MAX_PIPELINED
+    assert exchange(server, requests).count(b"HTTP/1.1 ") <= 2 + http.MAX_PIPELINED
     server.wait_until(lambda: idle(server))
 
 
-def test_a_request_ends_with_its_connection_though_another_waits_behind_it(server: LiveServer) -> None:
+LARGE = {**CANARY, "stop": ["-" * 900] * 16, "stop_token_ids": list(range(1000)), "user": "u" * 200}
+
+
+@pytest.mark.parametrize("rest", [b"", request_bytes(COMPLETIONS, CANARY), request_bytes(COMPLETIONS, LARGE)[:9000]])
+def test_a_request_ends_with_its_connection_though_another_waits_behind_it(server: LiveServer, rest: bytes) -> None:
     with server.connect() as connection:
         connection.sendall(request_bytes(COMPLETIONS, {**ENDLESS, "max_tokens": 100_000, "stream": True}))
         read_until(connection, b"data: ")
-        connection.sendall(request_bytes(COMPLETIONS, CANARY))
-        server.wait_until(lambda: any(protocol.pipeline for protocol in server.connections))
+        connection.sendall(rest)
+        if rest:
+            server.wait_until(lambda: any(protocol.pipeline for protocol in server.connections))
     server.wait_until(lambda: idle(server))
+
+
+def chats(answer: bytes) -> list[str]:
+    """Return the texts of completions, in their order."""
+    return [json.loads(text) for text in re.findall(rb'"text":("[^"]*")', answer)]
+
+
+@pytest.mark.parametrize("piece", [5_000, 70_000, 10**7])
+def test_pipelined_requests_with_large_bodies(server: LiveServer, sung: str, piece: int) -> None:
+    """Bodies end and begin anywhere in what arrives at once."""
+    blanks = b" " * 80_000
+    bodies = [json.dumps(CANARY).encode() + blanks, blanks + json.dumps(CANARY).encode()] * 2
+    data = (
+        b"".join([POST + b"Content-Length: %d\r\n\r\n" % len(body) + body for body in bodies]) + GET + CLOSE + b"\r\n"
+    )
+    with server.connect() as connection:
+        for start in range(0, len(data), piece):
+            connection.sendall(data[start : start + piece])
+        answer = read_all(connection)
+    assert chats(answer) == [sung] * 4
+    assert answer.count(b"HTTP/1.1 200 ") == 5
+
+
+def held_request(server: LiveServer) -> socket.socket:
+    """Return a connection whose request waits for an engine that makes no step."""
+    server.do(server.fake_client.hold)
+    connection = server.connect()
+    connection.sendall(request_bytes(COMPLETIONS, CANARY))
+    server.wait_until(lambda: bool(server.engine.live))
+    return connection
+
+
+def test_a_body_may_arrive_after_the_response_to_the_request_before(
+    server: LiveServer, sung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "LEFTOVER_SECONDS", 0.01)
+    body = json.dumps(CANARY).encode()
+    with held_request(server) as connection:
+        connection.sendall(POST + CLOSE + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
+        server.wait_until(lambda: any(protocol.pipeline for protocol in server.connections))
+        server.do(server.fake_client.resume)
+        assert chats(read_until(connection, b'"finish_reason":"length"')) == [sung]
+        connection.settimeout(0.1)
+        with pytest.raises(TimeoutError):  # it is not closed
+            connection.recv(1)
+        connection.settimeout(20)
+        connection.sendall(body[9:])
+        assert chats(read_all(connection)) == [sung]
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"\0\r\n\r\n", 400),
+        (GET + b"X: " + b"a" * 400_000, 431),
+        (POST + CHUNKED + b"2\r\n{}\r\nZZ\r\n", 400),
+    ],
+)
+def test_what_is_refused_leaves_the_request_before_alone(
+    server: LiveServer, sung: str, rest: bytes, status: int
+) -> None:
+    with held_request(server) as connection:
+        connection.sendall(GET + b"\r\n" + rest)
+        server.wait_until(lambda: any(protocol._refused for protocol in server.connections))
+        server.do(server.fake_client.resume)
+        answer = read_all(connection)
+    assert chats(answer) == [sung]
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answer) == [b"200", b"200", b"%d" % status]
+    check_cut_off(
+        answer[answer.rindex(b"HTTP/1.1 ") :], status, "invalid_http" if status == 400 else "headers_too_large"
+    )
 
 
 def test_who_sends_a_large_body_before_reading_sees_why_it_is_refused(server: LiveServer) -> None:

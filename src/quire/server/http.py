@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
+from quire.server.parsing import BODY_SECONDS
 from quire.server.paths import PROBES, without_root
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
 MAX_FRAMING_RATIO = 16  # bytes of chunk headers and extensions for each byte of a body, beyond `MAX_HEAD_BYTES`
+MAX_WAITING_BYTES = 2**20  # of the body of a pipelined request; then it is read when its turn comes
 MAX_PIPELINED = 128  # requests of a connection that wait for the response to an earlier one
 MAX_URL_BYTES = 32768
 MAX_CONNECTIONS = 65536
@@ -42,7 +44,6 @@ MIN_CONNECTIONS = 8
 PROBE_CONNECTIONS = 8  # beyond the limit of connections, for requests to `RESERVED_PATHS` only
 PROBE_SECONDS = 1.0  # for the head of such a request
 RESERVED_PATHS = PROBES | {"/metrics"}
-SLOW_BODY_SECONDS = 20.0  # from then on a body is cut off if others need its memory
 
 
 def default_connections() -> int:
@@ -88,12 +89,12 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 
 
 class ConnectionLimits:
-    """What the connections of a server may have together: their number, in all and by address, and bytes of bodies.
+    """The limits that the connections of a server share: their number, in all and by address, and bytes of bodies.
 
     Args:
         max_connections: a connection beyond it may only probe, and gets a 503 for anything else.
-        max_per_address: how many a client's address may have. One network of IPv6 (/64) counts as one address; the
-            peers of a Unix socket have none.
+        max_per_address: how many a client's address may have, likewise. One network of IPv6 (/64) counts as one
+            address; the peers of a Unix socket have none.
         max_receiving_bytes: bytes of bodies that are being received or parsed.
     """
 
@@ -103,33 +104,32 @@ class ConnectionLimits:
         self.max_receiving_bytes = max_receiving_bytes
         self.num_connections = 0
         self.receiving_bytes = 0
+        self._num_probing = 0
         self._by_address: Counter[str] = Counter()
-        self._bodies: dict[ReceivedBody, None] = {}  # in the order in which they began
+        self._incomplete: dict[ReceivedBody, None] = {}  # in the order of their first bytes
         self._last_warning = -LOG_SECONDS
 
-    def connect(self, address: str) -> tuple[bool, HTTPProblem | None]:
-        """Count a connection; return whether it may only probe, and the error if it may do nothing."""
+    def connect(self, address: str) -> tuple[HTTPProblem | None, bool]:
+        """Count a connection; return the error if it is one too many, and whether it may probe all the same."""
         self.num_connections += 1
         self._by_address[address] += 1
+        problem = None
         if address and self._by_address[address] > self.max_per_address:
-            return False, self._refused(f"there are more than {self.max_per_address} connections from this address")
-        only_probes = self.num_connections > self.max_connections
-        if self.num_connections > self.max_connections + PROBE_CONNECTIONS:
-            return only_probes, self.too_many()
-        return only_probes, None
+            problem = self._overload(f"there are more than {self.max_per_address} connections from this address")
+        elif self.num_connections > self.max_connections:
+            problem = self._overload("there are too many connections")
+        self._num_probing += problem is not None
+        return problem, self._num_probing <= PROBE_CONNECTIONS
 
-    def disconnect(self, address: str) -> None:
+    def disconnect(self, address: str, *, probing: bool) -> None:
         """Count a connection no longer."""
         self.num_connections -= 1
+        self._num_probing -= probing
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
 
-    def too_many(self) -> HTTPProblem:
-        """Return the error of a connection beyond the limit."""
-        return self._refused("there are too many connections")
-
-    def _refused(self, message: str) -> HTTPProblem:
+    def _overload(self, message: str) -> HTTPProblem:
         now = time.monotonic()
         if now - self._last_warning >= LOG_SECONDS:
             self._last_warning = now
@@ -139,24 +139,29 @@ class ConnectionLimits:
     def receive(self, body: ReceivedBody, size: int) -> HTTPProblem | None:
         """Count `size` further bytes of a body; return the error if there is no room for them.
 
-        A body that has been coming for `SLOW_BODY_SECONDS` makes room for others.
+        A body that has been arriving for `BODY_SECONDS` makes room for others.
         """
-        self._bodies[body] = None
+        if not body.began:
+            body.began = time.monotonic()
+            self._incomplete[body] = None
         body.size += size
         self.receiving_bytes += size
         while self.receiving_bytes > self.max_receiving_bytes:
-            oldest = next(iter(self._bodies))
-            if oldest is body or time.monotonic() - oldest.began < SLOW_BODY_SECONDS:
-                return self._refused("the bodies that are being received are too large together")
+            oldest = next(iter(self._incomplete), body)
+            if oldest is body or time.monotonic() - oldest.began < BODY_SECONDS:
+                return self._overload("the bodies that are being received are too large together")
             oldest.cut_off()
         return None
 
+    def complete(self, body: ReceivedBody) -> None:
+        """Note that a body has arrived: that it is in memory for long is no fault of its client any more."""
+        self._incomplete.pop(body, None)
+
     def release(self, body: ReceivedBody) -> None:
-        """Count a body no longer."""
-        if body in self._bodies:
-            del self._bodies[body]
-            self.receiving_bytes -= body.size
-            body.size = 0
+        """Count the bytes of a body no longer."""
+        self.complete(body)
+        self.receiving_bytes -= body.size
+        body.size = 0
 
 
 class ReceivedBody:
@@ -165,7 +170,7 @@ class ReceivedBody:
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         self._protocol = protocol
         self.size = 0
-        self.began = time.monotonic()
+        self.began = 0.0  # when its first bytes arrived
 
     def release(self) -> None:
         """Note that the bytes are not needed any more."""
@@ -174,7 +179,7 @@ class ReceivedBody:
     def cut_off(self) -> None:
         """Refuse the rest, because others need the memory."""
         self.release()
-        message = f"the body took longer than {SLOW_BODY_SECONDS:g} s, and others need its memory"
+        message = f"the body took longer than {BODY_SECONDS:g} s, and others need its memory"
         self._protocol.refuse(HTTPProblem(408, message, code="request_timeout"))
 
 
@@ -192,9 +197,10 @@ def _address_of(client: tuple[str, int] | None) -> str:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`.
+    """Serves one connection. A head must be complete within `HEAD_SECONDS` of its first byte and `MAX_HEAD_BYTES`.
 
-    A request to upgrade the protocol is served as if it did not ask for that. Trailers are dropped.
+    A request to upgrade the protocol is served as if it did not ask for that. Trailers are dropped. uvicorn parses
+    pipelined requests ahead: `cycle` is the request parsed last, `_running` the one that is being answered.
 
     Args:
         limits: those of all connections. root_path: the prefix that a proxy may leave before paths.
@@ -206,14 +212,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.limits = limits
         self._root_path = root_path
-        self._only_probes = False
+        self._excess: HTTPProblem | None = None  # the error if this connection is one too many and may only probe
         self._refused = False
+        self._refusal: HTTPProblem | None = None  # to be sent behind the responses to the requests before
+        self._num_requests = 0
         self._head_bytes = 0
         self._in_head = True
-        # Of the body of the request being received: its bytes; what else came since it began, and since its last byte.
-        self._body_bytes = self._framing_bytes = self._bytes_since_body = 0
+        self._body_bytes = 0  # of all requests
+        # Of the body being received: its first byte's place in these, what else came since, and since its last byte.
+        self._body_start = self._framing_bytes = self._bytes_since_body = 0
         self._body = ReceivedBody(self)
-        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._running: RequestResponseCycle | None = None
         self.url = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -222,20 +231,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock: a connection that sends nothing is closed too."""
         super().connection_made(transport)
-        self._only_probes, problem = self.limits.connect(_address_of(self.client))
-        if problem is not None:
-            self.refuse(problem)
+        self._excess, may_probe = self.limits.connect(_address_of(self.client))
+        if self._excess is not None and not may_probe:
+            self.refuse(self._excess)
             return
         self._start_head_timer()
 
     def _start_head_timer(self) -> None:
-        seconds = PROBE_SECONDS if self._only_probes else HEAD_SECONDS
+        seconds = HEAD_SECONDS if self._excess is None else PROBE_SECONDS
         self._head_timer = self.loop.call_later(seconds, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
-        self.limits.disconnect(_address_of(self.client))
-        if self._running is not None:  # uvicorn tells the last one that was parsed, which may wait behind it
+        self.limits.disconnect(_address_of(self.client), probing=self._excess is not None)
+        if self._running is not None:  # uvicorn marks `cycle`, which may wait behind it
             self._running.disconnected = True
             self._running.message_event.set()
         for body in (self._body, *(cycle.scope["state"]["received_body"] for cycle, _ in self.pipeline)):
@@ -252,10 +261,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Be ready for the next request, unless this one's answer is not read, or its body does not end."""
+        ended = self._running
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch_writes()
-        if self.cycle.more_body and self._head_timer is None and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._refusal is not None:
+            if self._running is ended:  # no other waits
+                self._send_refusal(self._refusal)
+        elif ended is not None and ended is self.cycle and ended.more_body and self._head_timer is None:
             self._head_timer = self.loop.call_later(LEFTOVER_SECONDS, self._on_leftover)
 
     def _watch_writes(self) -> None:
@@ -281,7 +296,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Parse, and count what is no body."""
         if self._refused:
             return
-        in_head, body_bytes = self._in_head, self._body_bytes
+        in_head, body_bytes, num_requests = self._in_head, self._body_bytes, self._num_requests
         if in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -297,11 +312,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 # The codes are those of heads that come in one piece and are refused by the gate.
                 status, code = (414, "url_too_long") if len(self.url) > MAX_URL_BYTES else (431, "headers_too_large")
                 self.refuse(HTTPProblem(status, f"the head is larger than {MAX_HEAD_BYTES} bytes", code=code))
-        elif not in_head:
+        elif not in_head and self._num_requests == num_requests:
             received = self._body_bytes - body_bytes
             self._framing_bytes += len(data) - received
             self._bytes_since_body = 0 if received else self._bytes_since_body + len(data)
-            most = MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body_bytes
+            most = MAX_HEAD_BYTES + MAX_FRAMING_RATIO * (self._body_bytes - self._body_start)
             if self._framing_bytes > most or self._bytes_since_body > MAX_HEAD_BYTES:
                 message = f"the body has more than {MAX_HEAD_BYTES} bytes of chunk extensions or trailers"
                 self.refuse(HTTPProblem(400, message, code="invalid_http"))
@@ -344,11 +359,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._refused or self.cycle.response_complete:
             return
         problem = self.limits.receive(self._body, len(body))
-        if problem is None:
-            super().on_body(body)
-        else:
+        if problem is not None:
             self._body.release()
             self.refuse(problem)
+            return
+        super().on_body(body)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Read on behind a pipelined request, where uvicorn pauses: else it is not seen that the client has gone."""
+        if self.pipeline and len(self.cycle.body) < MAX_WAITING_BYTES:
+            self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         served = _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app
@@ -367,17 +388,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() or self._refused:
             return
         self._in_head = False
-        self._head_bytes = self._body_bytes = self._framing_bytes = self._bytes_since_body = 0
+        self._num_requests += 1
+        self._head_bytes = self._framing_bytes = self._bytes_since_body = 0
+        self._body_start = self._body_bytes
         self._stop_timer()
-        if self._only_probes and self._path() not in RESERVED_PATHS:
-            self.refuse(self.limits.too_many())
+        if self._excess is not None and self._path() not in RESERVED_PATHS:
+            self.refuse(self._excess)
             return
         self._body = self.scope["state"]["received_body"] = ReceivedBody(self)
         super().on_headers_complete()
-        if self._only_probes:
+        if self._excess is not None:
             self.cycle.keep_alive = False
-        if self.pipeline:
-            self.flow.resume_reading()  # uvicorn pauses; then it would not be seen that the client has gone
+        self._read_on()
         if len(self.pipeline) > MAX_PIPELINED:
             self.refuse(HTTPProblem(503, f"more than {MAX_PIPELINED} requests wait", code="engine_overloaded"))
 
@@ -385,6 +407,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Be ready for the next head."""
         if self.parser.should_upgrade() or self._refused:
             return
+        self.limits.complete(self._body)
         super().on_message_complete()
         if self.cycle.response_complete:
             self.cycle.more_body = False
@@ -402,8 +425,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False  # the running response is finished first, then the connection closes
-        elif self._only_probes:
-            self.refuse(self.limits.too_many())
+        elif self._excess is not None:
+            self.refuse(self._excess)
         elif self._head_bytes:
             problem = HTTPProblem(408, f"no complete request within {HEAD_SECONDS:g} s", code="request_timeout")
             self.refuse(problem)
@@ -411,23 +434,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def refuse(self, problem: HTTPProblem) -> None:
-        """Answer and close; an answer that has begun is cut off, because a second one cannot be put into it.
+        """Take no more requests, answer with an error behind the responses to those that are complete, and close.
 
-        What the client still sends is dropped for a while first: a connection closed with unread data is reset, and the
-        client may never see the answer.
+        If the response to the request that is refused has begun it is cut off, for a second one cannot be put into it.
         """
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_started and not self.pipeline:
-            # For the app the client has disconnected; nothing more is sent.
-            cycle.disconnected = True
-            cycle.waiting_for_100_continue = False
-            cycle.message_event.set()
-        elif cycle is not None and not cycle.response_complete:
+        self._stop_timer()
+        if self.pipeline and self.pipeline[0][0].more_body:
+            cycle, _ = self.pipeline.popleft()
+            cycle.scope["state"]["received_body"].release()
+        running = self._running
+        if running is None or running.response_complete:
+            self._send_refusal(problem)
+        elif not running.more_body:
+            self._refusal = problem
+        elif running.response_started:
             self.transport.close()
-            return
+        else:
+            # For the app the client has disconnected; nothing more is sent.
+            running.disconnected = True
+            running.waiting_for_100_continue = False
+            running.message_event.set()
+            self._send_refusal(problem)
+
+    def _send_refusal(self, problem: HTTPProblem) -> None:
+        """Answer, and close. What the client still sends is dropped for a while first.
+
+        A connection closed with unread data is reset, and the client may never see the answer. Connections beyond the
+        limits are not kept for that.
+        """
         status = status_of(problem)
         request_id = str(uuid.uuid4())
         body = error_body(problem, self._path(), request_id)
@@ -437,13 +474,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        if self._in_head and not self._head_bytes:
+        if self._excess is not None:
             self.transport.close()
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._stop_timer()
         self._head_timer = self.loop.call_later(LEFTOVER_SECONDS, self._on_leftover)
 
     def _path(self) -> str:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 JSON = "application/json"
 THREAD_CHARS = 65536  # characters of a response from which on a thread encodes it
 FEW_DELIMITERS = 8192
-MAX_VALUES = 2**17  # keys and values of one body; numbers in lists of numbers are not counted
+MAX_VALUES = 2**17  # in one body; numbers in lists of numbers are not counted
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list

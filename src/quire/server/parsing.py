@@ -45,7 +45,7 @@ HUGE = 10**40  # stands for integers longer than that; above every bound of ever
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 MAX_QUERY_DIGITS = 9
-CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity)', re.DOTALL)
+CONSTANT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|(NaN|-?Infinity)', re.DOTALL)
 # Fields whose texts are checked elsewhere, where the position within them is known, or that need no check.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
