@@ -33,7 +33,10 @@ def first_prefix(salt: str | None) -> int:
 
 @dataclass
 class Live:
-    """A sequence, with the prefix that each of its tokens stands for. `era`: resets before it began."""
+    """A sequence, with the prefix that each of its tokens stands for.
+
+    `era`: resets before it began. `origins`: the runs, its own and others', whose KV went into what it computed.
+    """
 
     sequence_id: str
     token_ids: list[int]
@@ -43,6 +46,7 @@ class Live:
     block_hashes: list[bytes] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
     era: int = 0
+    origins: set[int] = field(default_factory=set)
     num_learnt: int = 0
 
     @property
@@ -65,19 +69,24 @@ class Live:
             self.block_hashes.copy(),
             self.prefixes.copy(),
             self.era,
+            self.origins.copy(),
         )
 
 
 @dataclass
 class Content:
-    """What a block holds: the prefixes of its slots, of one group of layers, and the oldest era that went into it."""
+    """What a block holds: the prefixes of its slots, of one group of layers.
+
+    `era` is the oldest that went into it, and `origins` are the runs of sequences whose KV did.
+    """
 
     group: int
     era: int
     prefixes: list[int]
+    origins: set[int] = field(default_factory=set)
 
     def copy(self) -> Content:
-        return Content(self.group, self.era, self.prefixes.copy())
+        return Content(self.group, self.era, self.prefixes.copy(), self.origins.copy())
 
 
 class Machine:
@@ -120,6 +129,8 @@ class Machine:
         self.busy: set[str] = set()  # sequences whose blocks are on their way in this step
         self.names = 0
         self.era = 0
+        self.num_begun = 0
+        self.bad: set[int] = set()  # runs of sequences whose KV may be bad
         self.num_operations = 0
         self.counts: dict[str, int] = {}
 
@@ -183,6 +194,8 @@ class Machine:
             self.counts["restored"] = self.counts.get("restored", 0) + (hit.count_tokens(self.size, ())[0] > 0)
         sequence.num_computed_tokens = hit.num_tokens
         sequence.era = self.era
+        self.num_begun += 1
+        sequence.origins = {self.num_begun}
         self.waiting.pop(0)
         self.running.append(sequence)
         self.scheduled[sequence.sequence_id] = sequence, hit.num_tokens + num_new
@@ -384,12 +397,28 @@ class Machine:
         for sequence, end in self.scheduled.values():
             for group, table in enumerate(self.kv.block_ids(sequence.sequence_id)):
                 self.write(sequence, group, table, end, written)
+        self.spread_origins()
         for sequence, end in self.scheduled.values():
             self.read(sequence, end)
             sequence.num_computed_tokens = end
             for child in self.siblings.get(sequence.sequence_id, ()):
                 child.num_computed_tokens = end
                 self.read(child, end)
+
+    def spread_origins(self) -> None:
+        """Note whose KV each sequence of the step reads, and so whose went into what it writes."""
+        readers = [(sequence, sequence) for sequence, _ in self.scheduled.values()]
+        readers += [(self.scheduled[name][0], child) for name, forked in self.siblings.items() for child in forked]
+        before = -1
+        while before != (before := sum(len(reader.origins) for _, reader in readers)):
+            for parent, reader in readers:
+                for table in self.kv.tables[reader.sequence_id]:
+                    for index, block in enumerate(table):
+                        if block is not NULL_BLOCK:
+                            content = self.device[block.block_id]
+                            reader.origins |= content.origins
+                            if (index + 1) * self.size > parent.num_computed_tokens and parent is reader:
+                                content.origins |= reader.origins
 
     def move(self) -> None:
         """Do the transfers one after the other, as the contract says."""
@@ -454,11 +483,15 @@ class Machine:
         if not everyone or self.rng.random() > 0.6:
             return False
         sequence = self.rng.choice(everyone)
-        forget = self.rng.random() < 0.1
-        self.kv.free(sequence, forget=forget)
-        self.learn(sequence)
-        if forget:
+        if self.rng.random() < 0.5:
+            self.kv.free(sequence)
+        if self.rng.random() < 0.1:
+            self.excuse_orphans()
+            self.kv.forget([sequence])
+            self.bad |= sequence.origins
             self.counts["forget"] = self.counts.get("forget", 0) + 1
+        self.kv.free(sequence)
+        self.learn(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         for group in self.swapped:
@@ -466,6 +499,25 @@ class Machine:
                 group.remove(sequence)
         self.swapped = [group for group in self.swapped if group]
         return True
+
+    def excuse_orphans(self) -> None:
+        """Blocks of ended sequences are not known to depend on others if those between were evicted from all tiers."""
+        named = [(b.block_hash, b.parent_hash, self.device[b.block_id]) for b in self.kv.pool.blocks if b.block_hash]
+        if not self.kv.transfers:
+            hosted = [b for b in self.kv.host.pool.blocks if b.block_hash]
+            named += [(b.block_hash, b.parent_hash, self.host[b.block_id]) for b in hosted]
+            records = [(BlockHeader.decode(data), slot) for slot, data in self.kv.disk._records.values()]
+            named += [(h.block_hash, h.parent_hash, self.disk[slot][1]) for h, slot in records]
+        parents = {name[:16]: parent[:16] for name, parent, _ in named}
+        roots = {self.hasher.root(salt) for salt in (None, "alice", "bob")}
+        living = {name for s in self.running for name in s.block_hashes}
+        living |= {name for group in self.swapped for s in group for name in s.block_hashes}
+        for name, _, content in named:
+            above = name[:16]
+            while above in parents:
+                above = parents[above]
+            if above not in roots and name[:16] not in living:
+                content.origins.clear()
 
     def fork(self) -> bool:
         if not self.running or len(self.running) >= MAX_SEQUENCES:
@@ -577,6 +629,7 @@ class Machine:
         assert name is not None
         assert content.group == (name[16] if len(name) == 17 else 0)
         assert content.era == self.era, "content from before a reset has a name"
+        assert content.origins.isdisjoint(self.bad), "content that may be bad has a name"
         prefix, prefixes = self.last_prefix[parent], []
         for token_id in token_ids:
             prefix = next_prefix(prefix, token_id)

@@ -289,7 +289,8 @@ def test_forgotten_content_is_not_found_again():
     kv = manager(prefix_match_unit=1, num_host_blocks=16, num_disk_records=16)
     a = Sequence("a", list(range(11)))
     start(kv, a)
-    kv.free(a, forget=True)
+    kv.forget([a])
+    kv.free(a)
     kv.check_integrity()
     assert cached(kv, list(range(12))) == 0
     kv.start_step()
@@ -302,11 +303,66 @@ def test_forgetting_makes_shared_blocks_unfindable_but_leaves_them_to_the_others
     a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
     start(kv, a)
     start(kv, b)
-    kv.free(a, forget=True)
+    kv.forget([a])
+    kv.free(a)
     kv.check_integrity()
     assert cached(kv, list(range(9))) == 0
     grow(kv, b, 9, 10, 11)
     assert len(table(kv, b)) == 3
+
+
+def test_what_a_sharer_registered_before_is_not_found_on_top_of_what_is_computed_again():
+    kv = manager()
+    a, b = Sequence("a", list(range(9))), Sequence("b", list(range(13)))
+    start(kv, a)
+    assert start(kv, b) == 8
+    kv.forget([a])
+    kv.free(a)
+    start(kv, Sequence("c", list(range(9))))
+    assert cached(kv, list(range(14))) == 8  # b's third block is not found
+    kv.free(b)
+    assert cached(kv, list(range(14))) == 8
+
+
+@pytest.mark.parametrize("copier_ends", [False, True])
+@pytest.mark.parametrize("num_whole", [0, 4])
+def test_what_was_copied_from_it_within_a_block_is_forgotten(copier_ends: bool, num_whole: int):
+    kv = manager(prefix_match_unit=1)
+    beginning = list(range(num_whole))
+    a, b = Sequence("a", [*beginning, 50, 51, 52, 53, 54]), Sequence("b", [*beginning, 50, 51, 62, 63, 64])
+    start(kv, a)
+    assert start(kv, b) == num_whole + 2
+    if copier_ends:
+        kv.free(b)
+    kv.forget([a])
+    kv.free(a)
+    start(kv, Sequence("c", [*beginning, 99]))
+    assert cached(kv, [*b.token_ids, 65]) == num_whole
+
+
+def test_what_a_fork_copied_before_it_wrote_is_forgotten():
+    kv = manager(prefix_match_unit=1)
+    a = Sequence("a", [1, 2])
+    start(kv, a)
+    b = fork(kv, a, "b")
+    grow(kv, a, 3, 4)
+    grow(kv, b, 5, 6, 7)
+    kv.forget([a])
+    kv.free(a)
+    assert cached(kv, [*b.token_ids, 8]) == 0
+    kv.free(b)
+    assert cached(kv, [*b.token_ids, 8]) == 0
+
+
+def test_the_tail_of_a_sequence_that_has_ended_is_forgotten_with_it():
+    kv = manager(prefix_match_unit=1)
+    short, long = Sequence("short", [1, 2, 3]), Sequence("long", list(range(20, 27)))
+    for sequence in (short, long):
+        start(kv, sequence)
+        kv.free(sequence)
+    assert cached(kv, [1, 2, 3, 4]) == 3 and cached(kv, [*range(20, 27), 1]) == 7
+    kv.forget([short, long])
+    assert cached(kv, [1, 2, 3, 4]) == 0 and cached(kv, [*range(20, 27), 1]) == 0
 
 
 def test_after_a_reset_nothing_computed_before_is_found():

@@ -241,7 +241,8 @@ def test_what_is_forgotten_before_it_was_saved_is_not_saved():
     kv.start_step()
     kv.free(a)  # preempted: to be saved with the next step
     assert kv.allocate_slots(b, 1, kv.find_prefix(b)) is not None
-    kv.free(b, forget=True)
+    kv.forget([b])
+    kv.free(b)
     kv.start_step()
     assert take(kv)[1] == []
 
@@ -526,7 +527,8 @@ def hit_and_forgotten(kv: KVCacheManager, token_ids: list[int]) -> None:
     """A sequence that is given what is cached of `token_ids`, and of which all of that turns out to be bad."""
     sequence = Sequence("bad", token_ids)
     assert start(kv, sequence) > 0
-    kv.free(sequence, forget=True)
+    kv.forget([sequence])
+    kv.free(sequence)
 
 
 def test_what_is_forgotten_is_not_found_on_the_host():
@@ -558,7 +560,8 @@ def test_what_is_forgotten_while_it_is_being_loaded_is_not_found_afterwards():
     a_again = Sequence("a2", list(range(9)))
     hits = [TierHit(kv.disk, block_hash) for block_hash in a.block_hashes[:2]]
     started = kv.loads.start(hits)
-    kv.free(a, forget=True)
+    kv.forget([a])
+    kv.free(a)
     for block_id in started:
         kv.finish_load(block_id, True)
     assert len(started) == 2 and kv.find_prefix(a_again).num_tokens == 0
@@ -573,9 +576,11 @@ def test_what_is_forgotten_does_not_come_back_with_a_sequence_that_shared_it(swa
     start(kv, b)
     if swapped_before:
         assert kv.swap_out([b])
-        kv.free(a, forget=True)
+        kv.forget([a])
+        kv.free(a)
     else:
-        kv.free(a, forget=True)
+        kv.forget([a])
+        kv.free(a)
         assert kv.swap_out([b])
     kv.start_step()
     kv.swap_in([b])
@@ -591,7 +596,8 @@ def test_a_shared_block_that_is_filled_after_it_was_forgotten_is_not_found():
     a = Sequence("a", list(range(6)))
     start(kv, a)
     b = fork(kv, a, "b")
-    kv.free(a, forget=True)
+    kv.forget([a])
+    kv.free(a)
     grow(kv, b, 6, 7, 8)
     start(kv, Sequence("c", list(range(5))))
     assert cached(kv, list(range(9))) == 4
@@ -602,5 +608,63 @@ def test_what_a_window_has_passed_is_forgotten_too():
     a = Sequence("a", list(range(5)))
     start(kv, a)
     grow(kv, a, *range(5, 17))
-    kv.free(a, forget=True)
+    kv.forget([a])
+    kv.free(a)
     assert [block for block in kv.pool.blocks if block.block_hash is not None] == []
+
+
+def test_what_a_sharer_computed_from_it_is_forgotten_in_every_tier_even_if_the_sharer_has_ended():
+    kv = disk_manager(12, num_host_blocks=12)
+    saved(kv, list(range(9)))
+    start(kv, Sequence("a", list(range(9))))
+    saved(kv, list(range(13)))  # its third block is its own, and on all three
+    a = Sequence("a", list(range(9)))
+    assert cached(kv, list(range(14))) == 12
+    kv.forget([a])
+    kv.start_step()
+    hit = kv.find_prefix(Sequence("asks", list(range(14))))
+    assert (hit.num_tokens, hit.loads, len(kv.disk)) == (0, [], 0)
+    start(kv, Sequence("good", list(range(9))))
+    assert cached(kv, list(range(14))) == 8
+    kv.check_integrity()
+
+
+def test_what_begins_otherwise_or_has_another_salt_is_not_forgotten():
+    kv = disk_manager(12, num_host_blocks=12)
+    saved(kv, list(range(20, 29)))
+    fill(kv)
+    take(kv)
+    others = [Sequence("salted", list(range(9)), cache_salt="x"), Sequence("other", [9, *range(1, 9)])]
+    for other in others:
+        start(kv, other)
+    a = Sequence("a", list(range(9)))
+    start(kv, a)
+    kv.free(a)
+    kv.forget([a])
+    assert [cached(kv, other.token_ids, other.cache_salt) for other in others] == [8, 8]
+    assert cached(kv, list(range(20, 29))) == 8 and len(kv.disk) == 2
+    assert cached(kv, list(range(9))) == 0
+    grow(kv, others[0], 9, 10, 11)
+    assert cached(kv, list(range(13)), "x") == 12  # it still registers what it fills
+
+
+def test_a_block_that_could_not_be_loaded_is_found_after_a_restart_unless_it_turns_out_to_be_bad():
+    kv = disk_manager()
+    saved(kv, list(range(9)))
+    slots = sorted(each.key for each in take(kv)[1])
+    assert len(load_all(kv, list(range(9)), succeeded=False)) == 2
+    assert TransferOp.DROP not in [each.op for each in kv.take_transfers()]
+    kv.forget([Sequence("a", list(range(9)))])
+    dropped = [each for each in kv.take_transfers() if each.op is TransferOp.DROP]
+    assert sorted(each.key for each in dropped) == slots
+
+
+def test_of_two_records_of_a_block_both_are_erased():
+    """The first could not be loaded for a moment, so that the block was stored again."""
+    before = disk_manager()
+    saved(before, list(range(5)))
+    (store,) = take(before)[1]
+    kv = disk_manager(stored=[(3, store.header), (7, store.header)])
+    assert len(kv.disk) == 1
+    kv.forget([Sequence("a", list(range(5)))])
+    assert sorted(each.key for each in kv.take_transfers()) == [3, 7]

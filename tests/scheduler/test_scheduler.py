@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import QuireError, RequestError
-from quire.step import ModelOutput, TokenTopLogprobs
+from quire.scheduler.in_flight import InFlight, ScheduledStep
+from quire.step import ModelOutput, TokenTopLogprobs, TransferOp
 from tests.scheduler.conftest import NOT_FINITE
 
 # ---- budget and chunks ----
@@ -465,6 +466,32 @@ def test_a_broken_sequence_ends_with_an_error_and_its_kv_is_never_reused(run, re
     r.finish()
     assert r.first["c"].num_cached_tokens == 0
     assert [r.reason(name) for name in "bc"] == ["length", "length"]
+
+
+@pytest.mark.parametrize("fate", ["ended", "preempted"])
+def test_a_sequence_that_is_not_running_any_more_loses_its_kv_when_it_breaks_and_others_keep_theirs(
+    run, request_of, fate
+):
+    r = run(num_disk_records=50)
+    r.add(request_of("other", [*PROMPT, 7], 1))
+    r.finish()
+    scheduler = r.scheduler
+    a = request_of("a", [5, *PROMPT, 7], 5)
+    scheduler.add_request(a)
+    plan = scheduler.schedule()
+    if fate == "ended":
+        scheduler.abort_requests(["a"])
+    else:
+        scheduler.admission.preempt(a, ScheduledStep(0, InFlight()))
+    scheduler.update_from_output(plan, ModelOutput({}, errors={"a": NOT_FINITE}))
+    assert not scheduler.kv.loads and len(scheduler.kv.disk) > 0
+    scheduler.kv.start_step()
+    found = [
+        scheduler.kv.find_prefix(request_of("asks", prompt).sequences[0]).num_tokens
+        for prompt in ([*PROMPT, 7], [5, *PROMPT, 7])
+    ]
+    assert found == [len(PROMPT) // 4 * 4, 0]
+    assert TransferOp.CLEAR not in [each.op for each in scheduler.kv.take_transfers()]
 
 
 def test_tokens_after_a_stop_are_dropped_with_their_logprobs(run, request_of):

@@ -55,6 +55,11 @@ def hash_of_group(block_hash: bytes, group: int) -> bytes:
     return block_hash + bytes((group,)) if group else block_hash
 
 
+def hash_without_group(block_hash: bytes) -> bytes:
+    """Return the hash of the same tokens' block in the first group of layers; undoes `hash_of_group`."""
+    return block_hash[:DIGEST_BYTES]
+
+
 def group_of_hash(block_hash: bytes) -> int:
     """Return the group of layers that a block's hash is for."""
     return block_hash[DIGEST_BYTES] if len(block_hash) > DIGEST_BYTES else 0

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 from quire.errors import QuireError
-from quire.kvcache.block_hash import BlockHasher, CacheSalt, hash_of_group
+from quire.kvcache.block_hash import BlockHasher, CacheSalt, hash_of_group, hash_without_group
 from quire.kvcache.block_pool import NULL_BLOCK, Block, BlockPool
 from quire.kvcache.layerwise import STREAMED_TOKENS, LayerwiseBlocks
 from quire.kvcache.prefix_cache import (
@@ -27,7 +28,15 @@ from quire.kvcache.prefix_cache import (
     first_block_in_window,
     longest_hit,
 )
-from quire.kvcache.tiers import AsyncLoads, AsyncTierManager, DiskTierManager, HostTierManager, TierHit
+from quire.kvcache.tiers import (
+    AsyncLoads,
+    AsyncTierManager,
+    DiskTierManager,
+    HostTierManager,
+    TierHit,
+    TierManager,
+    headers_of,
+)
 from quire.step import BlockTransfer, Tier, TransferOp
 
 MIN_PARTIAL_SHARE = 8  # a copy for less than this part of a block costs more than it saves
@@ -128,6 +137,7 @@ class KVCacheManager:
         self.host = HostTierManager(num_host_blocks, self.transfers)
         self.disk = DiskTierManager(num_disk_records, stored, self.transfers)
         self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_records else []
+        self._tiers: list[TierManager] = [self.host, *self._async_tiers]
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()
@@ -140,8 +150,13 @@ class KVCacheManager:
         )
         self.swapped_tables: dict[str, BlockTables] = {}
         self.loads = AsyncLoads(self.pool)
-        # Sequences that had blocks when the prefix cache was reset, or whose content was forgotten.
+        # Of the sequences that have blocks, on the device or swapped: all, and those that register none of them any
+        # more, because the prefix cache was reset or their content forgotten.
+        self._live: dict[str, CachedSequence] = {}
         self._uncacheable: set[str] = set()
+        # KV passes from one sequence to another where they share whole blocks, or the first is copied within its last
+        # block. So whatever depends on a sequence's KV begins with at least so many of its tokens.
+        self._fewest_shared_tokens = block_size
         self._unstored: dict[int, Block] = {}  # full blocks that became free, for the asynchronous tiers
         self._step = 0
         self._num_evicted = 0
@@ -256,17 +271,56 @@ class KVCacheManager:
             hit.partial = block
             hit.num_tokens += count
 
+    def forget(self, sequences: Collection[CachedSequence]) -> None:
+        """Let no tier find what was computed of `sequences`, which is bad, nor anything that may depend on it.
+
+        Where in a sequence the bad KV begins is not known, nor what other sequences took it from or passed it on to,
+        by sharing blocks or copying them. All of these begin alike (`_fewest_shared_tokens`) under the same salt: so
+        everything cached that begins like that goes, whether a sequence still has it or not, and live sequences that do
+        keep their blocks but register nothing more. It takes time linear in the blocks of all tiers.
+
+        What a cached block begins with is known by the chain of its parents. Of a sequence that has ended, a block
+        stays whose chain is broken because all tiers have evicted one between.
+        """
+        count = self._fewest_shared_tokens
+        beginnings = {  # of all lengths, for tails
+            (self._hasher.root(sequence.cache_salt), tuple(sequence.token_ids[:length]))
+            for sequence in sequences
+            for length in range(1, count + 1)
+        }
+        pending = {block_hash for sequence in sequences for block_hash in sequence.block_hashes}
+        for sequence_id, live in self._live.items():
+            if (self._hasher.root(live.cache_salt), tuple(live.token_ids[:count])) in beginnings:
+                self._uncacheable.add(sequence_id)
+                pending.update(live.block_hashes)
+        children: dict[bytes, list[bytes]] = {}  # hashes in the first group of layers
+        for header in chain(headers_of(self.pool), self.loads.headers(), *(tier.headers() for tier in self._tiers)):
+            block_hash = hash_without_group(header.block_hash)
+            children.setdefault(hash_without_group(header.parent_hash), []).append(block_hash)
+            if (header.parent_hash, tuple(header.token_ids[:count])) in beginnings:
+                pending.add(block_hash)
+        forgotten: set[bytes] = set()
+        while pending:
+            block_hash = pending.pop()
+            forgotten.update(hash_of_group(block_hash, group) for group in range(len(self.windows)))
+            pending.update(children.pop(block_hash, ()))
+        for block in self.pool.blocks:
+            if block.block_hash in forgotten:
+                self.pool.unregister(block)
+        for tier in self._tiers:
+            tier.drop(forgotten)
+        self.loads.forget(forgotten)
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached content, in every tier; return how many device blocks had some.
 
         Nothing that was computed before the reset, or depends on it, can be hit afterwards: live sequences keep their
         blocks, but neither these nor the ones they add are registered.
         """
-        self._uncacheable.update(self.tables, self.swapped_tables)
+        self._uncacheable.update(self._live)
         self._unstored.clear()
         self.loads.forget()
-        self.host.clear()
-        for tier in self._async_tiers:
+        for tier in self._tiers:
             tier.clear()
         return self.pool.unregister_all()
 
@@ -307,6 +361,7 @@ class KVCacheManager:
         tables = self.tables.get(sequence.sequence_id)
         if tables is None:
             tables = self.tables[sequence.sequence_id] = [[] for _ in self.windows]
+            self._live[sequence.sequence_id] = sequence
         replaced = self._replaced.pop(sequence.sequence_id, [])
         index, offset = divmod(start, size)
         if offset:
@@ -436,6 +491,7 @@ class KVCacheManager:
         """
         if hit.partial is None:
             return []
+        self._fewest_shared_tokens = min(self._fewest_shared_tokens, hit.num_tokens)
         (copy,) = self.pool.get_new_blocks(1)
         if copy is not hit.partial:
             self.transfers.append(BlockTransfer(_COPY, _DEVICE, hit.partial.block_id, copy.block_id))
@@ -484,6 +540,8 @@ class KVCacheManager:
         tables = self.tables[parent.sequence_id]
         self.pool.touch(_blocks(tables))
         self.tables[child.sequence_id] = [list(table) for table in tables]
+        self._live[child.sequence_id] = child
+        self._fewest_shared_tokens = min(self._fewest_shared_tokens, len(parent.token_ids))
         if parent.sequence_id in self._replaced:  # the worker will copy the parent's table as it knows it
             self._replaced[child.sequence_id] = self._replaced[parent.sequence_id].copy()
         if parent.sequence_id in self._uncacheable:
@@ -500,11 +558,9 @@ class KVCacheManager:
             for sequence in sequences
             if sequence.sequence_id in self.tables
         }
-        uncacheable = self._uncacheable.intersection(swapped)
         for sequence in sequences:
-            self.free(sequence)
+            self._free_tables(sequence)
         self.swapped_tables |= swapped
-        self._uncacheable |= uncacheable
         # A host block has one reference for each table that holds it, like any other; it was taken with one.
         for tables in swapped.values():
             self.host.pool.touch(_blocks(tables))
@@ -539,46 +595,28 @@ class KVCacheManager:
             self._register(sequence, tables, 0, sequence.num_computed_tokens)
         self.pool.free(moved.values())  # they were taken with one reference each, and have one for each table now
 
-    def free(self, sequence: CachedSequence, *, forget: bool = False) -> None:
+    def free(self, sequence: CachedSequence) -> None:
         """Free all blocks of `sequence`, last one first, so that ends of prefixes are evicted before their starts.
 
-        With `forget` no tier finds their content any more: it is known to be bad. Having no blocks is no error.
+        Having no blocks is no error.
         """
         swapped = self.swapped_tables.pop(sequence.sequence_id, None)
         if swapped is not None:
             self.host.pool.free(_blocks(reversed(table) for table in swapped))
-        tables = self.tables.pop(sequence.sequence_id, None)
-        if forget:
-            self._forget(sequence, tables or [])
-        if tables is None:
-            self._uncacheable.discard(sequence.sequence_id)
-            return
-        if not forget and len(tables) == 1:
-            self._register_tail(sequence, tables[0])
+        self._free_tables(sequence)
+        self._live.pop(sequence.sequence_id, None)
         self._uncacheable.discard(sequence.sequence_id)
+
+    def _free_tables(self, sequence: CachedSequence) -> None:
+        """Free the device blocks of `sequence`, if it has any."""
+        tables = self.tables.pop(sequence.sequence_id, None)
+        if tables is None:
+            return
+        if len(tables) == 1:
+            self._register_tail(sequence, tables[0])
         self._replaced.pop(sequence.sequence_id, None)
         self.layerwise.forget(sequence.sequence_id)
         self._free(list(_blocks(reversed(table) for table in tables)))
-
-    def _forget(self, sequence: CachedSequence, tables: BlockTables) -> None:
-        """Drop the content of all full blocks of `sequence`, whose tables these were, from every tier.
-
-        Other sequences keep the blocks that they share with it, but register nothing any more. Neither do swapped
-        sequences: the host's copies of blocks do not say what they are copies of.
-        """
-        hashes = {hash_of_group(each, group) for each in sequence.block_hashes for group in range(len(self.windows))}
-        forgotten = set(_blocks(tables))
-        for block_hash in hashes:
-            while (block := self.pool.lookup(block_hash)) is not None:
-                forgotten.add(block)
-                self.pool.unregister(block)
-            for tier in (self.host, *self._async_tiers):
-                tier.drop(block_hash)
-        self.loads.forget(hashes)
-        for sequence_id, others in self.tables.items():
-            if not forgotten.isdisjoint(_blocks(others)):
-                self._uncacheable.add(sequence_id)
-        self._uncacheable.update(self.swapped_tables)
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self.pool.free(blocks)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Set
+from collections.abc import Collection, Container, Iterable, Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from quire.kvcache.block_hash import DIGEST_BYTES
 from quire.kvcache.block_pool import Block, BlockPool
@@ -67,10 +67,7 @@ class BlockHeader:
 
 
 class TierManager(Protocol):
-    """The control half of a tier. All calls answer at once, from the scheduler's own index of the tier.
-
-    A load that fails (`AsyncTierManager`) is the same as the block not being there.
-    """
+    """The control half of a tier. All calls answer at once, from the scheduler's own index of the tier."""
 
     tier: Tier
 
@@ -83,25 +80,31 @@ class TierManager(Protocol):
     def load(self, block_hash: bytes, destination: Block) -> BlockHeader:
         """Load a block that `lookup` found into a device block; return what is known of it."""
 
-    def drop(self, block_hash: bytes) -> None:
-        """Drop a block, if it is there: its content is bad, or could not be loaded."""
+    def headers(self) -> Iterable[BlockHeader]:
+        """Yield what is known of every block that the tier has, also of those that only a later engine would find."""
+
+    def drop(self, block_hashes: Set[bytes]) -> None:
+        """Drop what there is of these blocks, whose content is bad; a later engine must not find it either."""
 
     def clear(self) -> None:
         """Drop all blocks."""
 
 
 class AsyncTierManager(TierManager, Protocol):
-    """A tier whose loads take some steps and may fail."""
+    """A tier whose loads take some steps and may fail, which is the same as the block not being there."""
 
     def __len__(self) -> int:
         """Number of blocks that `lookup` finds."""
 
+    def fail_load(self, block_hash: bytes) -> None:
+        """Note that a block could not be loaded: `lookup` does not find it any more, unless it is stored again."""
+
     def fail_stores(self, keys: Collection[int]) -> None:
-        """Drop what could not be written to `keys`."""
+        """Note that nothing could be written to `keys`."""
 
 
 class TierHit(NamedTuple):
-    """A block that is not on the device but in a tier: the host, or an asynchronous one."""
+    """A block that is not on the device but in a tier below it: the host, or an asynchronous one."""
 
     tier: TierManager
     block_hash: bytes
@@ -169,10 +172,13 @@ class HostTierManager:
         self.pool.free((block,))
         return BlockHeader(block_hash, block.parent_hash, block.token_ids)
 
-    def drop(self, block_hash: bytes) -> None:
-        block = self.pool.lookup(block_hash)
-        if block is not None:
-            self.pool.unregister(block)
+    def headers(self) -> Iterable[BlockHeader]:
+        return headers_of(self.pool)
+
+    def drop(self, block_hashes: Set[bytes]) -> None:
+        for block in self.pool.blocks:
+            if block.block_hash in block_hashes:
+                self.pool.unregister(block)
 
     def clear(self) -> None:
         """See `TierManager.clear`; swapped blocks stay."""
@@ -205,10 +211,15 @@ class DiskTierManager:
         self.num_slots = num_slots
         self._transfers = transfers
         self._records: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()  # hash -> slot and header
+        self._unlisted: dict[int, BlockHeader] = {}  # free slots whose records are still on disk
         taken = set()
         for slot, data in stored:
             header = BlockHeader.decode(data)
-            if header is not None and 0 <= slot < num_slots and header.block_hash not in self._records:
+            if header is None or not 0 <= slot < num_slots:
+                continue
+            if header.block_hash in self._records:
+                self._unlisted[slot] = header
+            else:
                 self._records[header.block_hash] = slot, data
                 taken.add(slot)
         self._free_slots = [slot for slot in range(num_slots - 1, -1, -1) if slot not in taken]
@@ -231,6 +242,7 @@ class DiskTierManager:
         if not self._free_slots:
             self._release(next(iter(self._records)))
         slot = self._free_slots.pop()
+        self._unlisted.pop(slot, None)
         header = BlockHeader(block_hash, block.parent_hash, block.token_ids).encode()
         self._records[block_hash] = slot, header
         self._transfers.append(BlockTransfer(_STORE, _DISK, block.block_id, slot, header))
@@ -239,20 +251,32 @@ class DiskTierManager:
         self._records.move_to_end(block_hash)
         slot, data = self._records[block_hash]
         self._transfers.append(BlockTransfer(_LOAD, _DISK, destination.block_id, slot, data))
-        header = BlockHeader.decode(data)
-        assert header is not None, "checked when it was stored"
-        return header
+        return _decoded(data)
 
-    def drop(self, block_hash: bytes) -> None:
-        """See `TierManager.drop`; the record is erased, so that a later engine does not find it either."""
-        if block_hash in self._records:
-            self._transfers.append(BlockTransfer(_DROP, _DISK, key=self._release(block_hash)))
+    def headers(self) -> Iterable[BlockHeader]:
+        for _, data in self._records.values():
+            yield _decoded(data)
+        yield from self._unlisted.values()
+
+    def drop(self, block_hashes: Set[bytes]) -> None:
+        """See `TierManager.drop`; the records are erased."""
+        slots = [self._release(block_hash) for block_hash in list(self._records) if block_hash in block_hashes]
+        unlisted = [slot for slot, header in self._unlisted.items() if header.block_hash in block_hashes]
+        for slot in unlisted:
+            del self._unlisted[slot]
+        self._transfers += [BlockTransfer(_DROP, _DISK, key=slot) for slot in (*slots, *unlisted)]
 
     def _release(self, block_hash: bytes) -> int:
         """Forget a record; return its slot, which is free now."""
         slot, _ = self._records.pop(block_hash)
         self._free_slots.append(slot)
         return slot
+
+    def fail_load(self, block_hash: bytes) -> None:
+        """See `AsyncTierManager.fail_load`; the record stays on disk until its slot is used: it may be sound."""
+        if block_hash in self._records:
+            _, data = self._records[block_hash]
+            self._unlisted[self._release(block_hash)] = _decoded(data)
 
     def fail_stores(self, keys: Collection[int]) -> None:
         """See `AsyncTierManager.fail_stores`; nothing is stored any more, for the disk is full, or broken."""
@@ -264,8 +288,22 @@ class DiskTierManager:
         """See `TierManager.clear`; the files are truncated."""
         for block_hash in list(self._records):
             self._release(block_hash)
+        self._unlisted.clear()
         if self.num_slots:
             self._transfers.append(BlockTransfer(_CLEAR, _DISK))
+
+
+def _decoded(data: bytes) -> BlockHeader:
+    header = BlockHeader.decode(data)
+    assert header is not None, "checked when it was stored"
+    return header
+
+
+def headers_of(pool: BlockPool) -> Iterator[BlockHeader]:
+    """Yield what is known of the registered blocks of a pool."""
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            yield BlockHeader(block.block_hash, block.parent_hash, block.token_ids)
 
 
 @dataclass(slots=True)
@@ -273,7 +311,7 @@ class _Load:
     """A block that is being loaded, and the header it will be registered under; None if it must not be found."""
 
     block: Block
-    tier: TierManager
+    tier: AsyncTierManager
     header: BlockHeader | None
 
 
@@ -298,7 +336,11 @@ class AsyncLoads:
 
     def block_hashes(self) -> set[bytes]:
         """Return the hashes of what they are being loaded with."""
-        return {load.header.block_hash for load in self._loads.values() if load.header is not None}
+        return {header.block_hash for header in self.headers()}
+
+    def headers(self) -> Iterator[BlockHeader]:
+        """Yield the headers of what they are being loaded with, if that is to be registered."""
+        return (load.header for load in self._loads.values() if load.header is not None)
 
     def start(self, hits: Iterable[TierHit], num_reserved_blocks: int = 0) -> dict[int, bytes]:
         """Begin to load, as far as blocks are free beside the reserved ones; return device block ids and hashes."""
@@ -310,16 +352,16 @@ class AsyncLoads:
             if not tier.lookup(block_hash):
                 self._pool.free((block,))
                 continue
-            self._loads[block.block_id] = _Load(block, tier, tier.load(block_hash, block))
+            self._loads[block.block_id] = _Load(block, cast(AsyncTierManager, tier), tier.load(block_hash, block))
             started[block.block_id] = block_hash
         return started
 
     def finish(self, block_id: int, succeeded: bool, step: int) -> None:
-        """End a load; its content counts as computed in `step`. A block that failed to load is dropped by its tier."""
+        """End a load; its content counts as computed in `step`."""
         load = self._loads.pop(block_id)
         header = load.header
         if header is not None and not succeeded:
-            load.tier.drop(header.block_hash)
+            load.tier.fail_load(header.block_hash)
         elif header is not None and self._pool.lookup(header.block_hash) is None:
             self._pool.register(load.block, header.block_hash, header.parent_hash, header.token_ids, step)
         self._pool.free((load.block,))

@@ -231,23 +231,23 @@ class LiveRequests:
         if self.on_finished is not None:
             self.on_finished(request.engine_request)
 
-    def finish_sequence(self, sequence: Sequence, *, corrupt: bool = False) -> None:
+    def finish_sequence(self, sequence: Sequence) -> None:
         """End one sequence, and its request with the last one."""
         request = sequence.request
         if request.status is RequestStatus.RUNNING and request.beam is None:
             self.num_reserved_slots -= 1
         request.sequences.remove(sequence)
-        self.remove(sequence, corrupt=corrupt)
+        self.remove(sequence)
         if not request.sequences:
             self.finish(request, RequestStatus.FINISHED_STOPPED)
 
-    def remove(self, sequence: Sequence, *, corrupt: bool = False) -> None:
-        """Free the blocks of `sequence` and forget it; with `corrupt` their content leaves the prefix cache."""
+    def remove(self, sequence: Sequence) -> None:
+        """Free the blocks of `sequence` and forget it."""
         if sequence.request.beam is None:
             sequence.request.num_output_tokens += sequence.num_output_tokens
         self._sequences.pop(sequence.sequence_id, None)
         sequence.is_live = False
-        self._kv.free(sequence, forget=corrupt)
+        self._kv.free(sequence)
         if self._leave_worker(sequence):
             self.finished_ids.append(sequence.sequence_id)
 

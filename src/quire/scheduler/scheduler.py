@@ -206,21 +206,26 @@ class Scheduler:
         if not plan.is_empty:
             step = self._in_flight.pop(plan)
             self.planner.processed(step)
+            if output.errors:
+                self._forget_corrupt(step, output.errors)
             for sequence, max_sampled in step.scheduled:
                 if sequence.is_live:
                     self._process(sequence, max_sampled, plan, output, outputs)
                 else:
-                    self._process_ended(sequence, plan, output)
+                    self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
         if self.requests.outputs:
             outputs, self.requests.outputs = self.requests.outputs + outputs, []
         return outputs
 
-    def _process_ended(self, sequence: Sequence, plan: SchedulerOutput, output: ModelOutput) -> None:
-        """Note what a step computed in vain, of a sequence that has ended since it was planned."""
-        self._stats.num_discarded_tokens += plan.num_scheduled_tokens.get(sequence.sequence_id, 0)
-        error = output.errors.get(sequence.sequence_id)
-        if error is not None and not error.refused:
-            self.kv.reset_prefix_cache()  # its blocks were freed with their hashes when it ended
+    def _forget_corrupt(self, step: ScheduledStep, errors: dict[str, ErrorData]) -> None:
+        """Take what may be bad out of the prefix cache: KV of sequences whose logits were not finite.
+
+        These may have been preempted, or have ended, since the step was planned.
+        """
+        failed = [sequence for sequence, _ in step.scheduled if sequence.sequence_id in errors]
+        corrupt = [sequence for sequence in failed if not errors[sequence.sequence_id].refused]
+        if corrupt:
+            self.kv.forget(corrupt)
 
     def _finish_loads(self, loaded: dict[int, bool]) -> None:
         for block_id, succeeded in loaded.items():
@@ -328,23 +333,16 @@ class Scheduler:
         self.requests.finish_sequence(sequence)
 
     def _fail(self, sequence: Sequence, error: ErrorData, outputs: list[SequenceOutput]) -> None:
-        """End `sequence`, and all that depends on it, with an error.
-
-        If its request is not at fault, its logits were not finite, and its KV may be bad: it leaves the prefix cache.
-        """
-        request, refused = sequence.request, error.refused
-        if not refused and request.status is not RequestStatus.RUNNING:
-            self.kv.reset_prefix_cache()  # its blocks were given back with their hashes when it was preempted
+        """End `sequence`, and all that depends on it, with an error."""
+        request = sequence.request
         if request.beam is not None or not request.is_forked:
-            for beam in request.sequences:
-                self.kv.free(beam, forget=not refused)
-            status = RequestStatus.FINISHED_IGNORED if refused else RequestStatus.FINISHED_ERROR
+            status = RequestStatus.FINISHED_IGNORED if error.refused else RequestStatus.FINISHED_ERROR
             self.requests.finish(request, status, error)
             return
         entry = self._output(sequence, "error")
         entry.error = error
         outputs.append(entry)
-        self.requests.finish_sequence(sequence, corrupt=not refused)
+        self.requests.finish_sequence(sequence)
 
     def _new_prompt_logprobs(
         self, request: Request, start: int, entries: list[TokenTopLogprobs]
