@@ -105,7 +105,8 @@ class RankedExecutor(Executor):
     def stored_blocks(self) -> StoredBlocks:
         """See `Executor`; a block counts as stored if every rank has its part."""
         ranks: list[StoredBlocks] = self.collective_rpc("stored_blocks")
-        blocks = [block for block in ranks[0].blocks if all(block in other.blocks for other in ranks[1:])]
+        others = [set(rank.blocks) for rank in ranks[1:]]
+        blocks = [block for block in ranks[0].blocks if all(block in other for other in others)]
         return StoredBlocks(min(rank.num_slots for rank in ranks), ranks[0].hash_key, blocks)
 
     def idle(self) -> bool:
