@@ -68,7 +68,7 @@ def holds(store: DiskStore, slot: int) -> bool:
 
 def test_reopening_finds_everything(filled: Path) -> None:
     store = opened(filled)
-    assert store.capacity == SLOTS
+    assert store.num_slots == SLOTS
     assert store.scan() == [(slot, header(slot)) for slot in (0, 1, 3)]
     assert all(holds(store, slot) for slot in (0, 1, 3))
     assert store.load(2, header(2)) is None, "nothing was ever written there"
@@ -258,8 +258,8 @@ def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_files_stay_within_the_space_given(tmp_path: Path) -> None:
     store = opened(tmp_path, space=SPACE - 1)
-    assert store.capacity == SLOTS - 1
-    for slot in range(store.capacity):
+    assert store.num_slots == SLOTS - 1
+    for slot in range(store.num_slots):
         store.save(slot, header(slot), block(slot))
     store.close()
     folder = tmp_path / GEOMETRY.folder_name()
@@ -300,6 +300,28 @@ def test_a_full_or_failing_disk_ends_saving_and_is_said_once(
     assert [slot for slot, _ in store.scan()] == [0, 1, 3]
     assert all(holds(store, slot) for slot in (0, 1, 3)), "what is there still serves"
     store.close()
+
+
+@pytest.mark.parametrize("erases_all", [False, True])
+def test_blocks_that_could_not_be_erased_are_not_found_by_the_next_engine(
+    filled: Path, erases_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(filled)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "truncate" if erases_all else "pwrite", fail)
+    if erases_all:
+        store.erase_all()
+    else:
+        assert not store.erase(1)
+    monkeypatch.undo()
+    assert holds(store, 0), "what is there still serves"
+    store.close()
+    again = opened(filled)
+    assert again.scan() == [] and not holds(again, 1)
+    again.close()
 
 
 @pytest.mark.parametrize("call", ["pread", "preadv"])

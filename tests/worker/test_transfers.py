@@ -138,6 +138,14 @@ def test_a_batch_ends_only_where_the_next_transfer_must_come_after(transfers: Tr
     assert [KINDS[kind] for kind, _ in order_transfers(transfers_of(transfers))] == kinds
 
 
+@pytest.mark.parametrize("move", [(COPY, 1, 0), (IN, 1, 0)])
+def test_a_block_that_is_dropped_ends_no_batch(move: Move) -> None:
+    """It is in a slot of the disk, and on no device block, such as that of number 0."""
+    drop = BlockTransfer(TransferOp.DROP, Tier.DISK, key=1)
+    batches = list(order_transfers([*transfers_of([move]), drop, *transfers_of([(move[0], 2, 3)])]))
+    assert [len(transfers) for _, transfers in batches] == [1, 2]
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("kind", [CPUBackend, ReferenceBackend])
 def test_a_block_comes_back_from_the_host_as_it_was(

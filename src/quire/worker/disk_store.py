@@ -114,7 +114,7 @@ class DiskStore:
     def __init__(self, folder: Path, geometry: StoreGeometry, num_bytes: int) -> None:
         self.geometry = geometry
         self.block_nbytes = geometry.block_nbytes
-        self.capacity = geometry.num_slots(num_bytes)
+        self.num_slots = geometry.num_slots(num_bytes)
         self.folder = folder / geometry.folder_name()
         self._failed = False
         self._warned = False
@@ -128,7 +128,7 @@ class DiskStore:
             self._opened = opened.pop_all()
         remove_unused_stores(folder, num_bytes)
         free = shutil.disk_usage(self.folder).free + os.fstat(self._blocks).st_blocks * 512
-        if free < self.capacity * geometry.stride:
+        if free < self.num_slots * geometry.stride:
             logger.warning("kv_disk_space is %d bytes, but %s has room for %d", num_bytes, folder, free)
 
     def scan(self) -> list[tuple[int, bytes]]:
@@ -136,13 +136,13 @@ class DiskStore:
         size = self.geometry.head_nbytes
         at_once = max(1, SCAN_BYTES // size)
         found = []
-        for first in range(0, self.capacity, at_once):
+        for first in range(0, self.num_slots, at_once):
             try:
                 data = os.pread(self._headers, at_once * size, first * size)
             except OSError as error:
                 logger.warning("%s: headers from slot %d on cannot be read (%s)", self.folder, first, error)
                 break
-            for index in range(min(len(data) // size, self.capacity - first)):
+            for index in range(min(len(data) // size, self.num_slots - first)):
                 parsed = self._parse(first + index, data[index * size : (index + 1) * size])
                 if parsed is not None:
                     found.append((first + index, parsed[0]))
@@ -155,7 +155,7 @@ class DiskStore:
 
         Returns False if it could not be written. After the first such one (the disk may be full) none is.
         """
-        assert 0 <= slot < self.capacity and len(header) <= self.geometry.header_nbytes
+        assert 0 <= slot < self.num_slots and len(header) <= self.geometry.header_nbytes
         if self._failed:
             return False
         try:
@@ -166,11 +166,15 @@ class DiskStore:
         return not self._failed
 
     def erase(self, slot: int) -> bool:
-        """Drop the block in `slot`; return False if that fails, and nothing is saved any more."""
+        """Drop the block in `slot`; return False if that fails.
+
+        Then nothing is saved any more, and no later engine finds anything that is in the files.
+        """
         try:
             _write(self._headers, memoryview(bytes(self.geometry.head_nbytes)), slot * self.geometry.head_nbytes)
         except OSError as error:
             self.stop_saving(str(error))
+            self._abandon()
             return False
         return True
 
@@ -181,6 +185,14 @@ class DiskStore:
             os.truncate(self._blocks, 0)
         except OSError as error:
             logger.warning("%s: the blocks could not be erased (%s)", self.folder, error)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Have the next engine begin this store anew, as one without `meta`."""
+        try:
+            (self.folder / "meta").unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("%s holds bad blocks and cannot be removed (%s): delete it", self.folder, error)
 
     def stop_saving(self, reason: str) -> None:
         """Write nothing more; what is there can still be loaded."""
@@ -220,7 +232,7 @@ class DiskStore:
         self.hash_key = self._write_meta() if key is None else key
         self._headers, self._blocks = (self._open_file(name, opened) for name in ("headers", "blocks"))
         for file, size in ((self._headers, self.geometry.head_nbytes), (self._blocks, self.geometry.stride)):
-            most = 0 if fresh else self.capacity * size
+            most = 0 if fresh else self.num_slots * size
             if os.fstat(file).st_size > most:
                 os.truncate(file, most)
 

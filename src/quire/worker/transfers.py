@@ -114,16 +114,17 @@ def order_transfers(transfers: Iterable[BlockTransfer]) -> Iterator[tuple[Kind, 
             yield kind, [each]
             continue
         on_device, there = (Tier.DEVICE, each.block_id), (each.tier, each.key)
-        reads, writes = (there, on_device) if each.op is _LOAD else (on_device, there)
+        source, writes = (there, on_device) if each.op is _LOAD else (on_device, there)
+        reads = set() if each.op is _DROP else {source}
         later = [batches[other] for other in ORDER[ORDER.index(kind) + 1 :] if other in batches]
-        if (kind in batches and reads in batches[kind].transfers) or any(
-            reads in batch.transfers or writes in batch.transfers or writes in batch.reads for batch in later
+        if (kind in batches and reads & batches[kind].transfers.keys()) or any(
+            reads & batch.transfers.keys() or writes in batch.transfers or writes in batch.reads for batch in later
         ):
             yield from _drain(batches)
         batch = batches.setdefault(kind, _Batch())
         batch.transfers[writes] = each
         if not (each.op is _LOAD and each.tier.is_async):
-            batch.reads.add(reads)
+            batch.reads |= reads
     yield from _drain(batches)
 
 
@@ -175,7 +176,7 @@ class BlockTransfers:
         self._tiers[Tier.HOST] = HostTierWorker(self._host)
 
     def apply(self, plan: SchedulerOutput) -> dict[int, bool]:
-        """Do the transfers of `step`; return the asynchronous loads that ended since the last call.
+        """Do the transfers of `plan`; return the asynchronous loads that ended since the last call.
 
         The result says of each device block whether it now holds what it was to be loaded with. With `wait_for_loads`
         it has at least one entry, unless no load is under way or the tier takes too long. Without a tier nothing is

@@ -210,7 +210,7 @@ class Worker:
     def stored_blocks(self) -> StoredBlocks:
         """See `Executor`; to be called before the first step."""
         store = self._store
-        return StoredBlocks() if store is None else StoredBlocks(store.capacity, store.hash_key, store.scan())
+        return StoredBlocks() if store is None else StoredBlocks(store.num_slots, store.hash_key, store.scan())
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step; see `Executor`."""
@@ -277,7 +277,7 @@ class Worker:
             header_nbytes=header_nbytes(cache.block_size),
         )
         store = DiskStore(folder, geometry, cache.kv_disk_space)
-        logger.info("disk tier: %d blocks of %d bytes in %s", store.capacity, store.block_nbytes, store.folder)
+        logger.info("disk tier: %d blocks of %d bytes in %s", store.num_slots, store.block_nbytes, store.folder)
         return store
 
 
