@@ -499,7 +499,7 @@ class Run:
     def step(self, broken: Callable[[SchedulerOutput], Collection[str]] = lambda plan: ()) -> SchedulerOutput:
         """Plan a step, if one may be planned, and process results; return the plan, or that of the result."""
         was_busy = bool(self.in_flight)
-        if was_busy and not (self.can_plan and self.scheduler.admission.has_room_ahead()):
+        if was_busy and not (self.can_plan and self.scheduler.admission.make_room_ahead()):
             return self.process_oldest()
         plan = self.scheduler.schedule()
         self.plans.append(plan)

@@ -287,6 +287,41 @@ def test_nobody_is_preempted_for_a_request_for_which_that_makes_no_room(run, req
     assert list(r.first) == ["top", "low", "high"]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nobody_is_preempted_for_a_request_whose_sequences_do_not_fit_even_alone(run, request_of, resumed):
+    """Nor for one whose first sequence has grown until the others do not fit beside it, when it was preempted."""
+    r = run(num_blocks=9, policy="priority")
+    wide = request_of("wide", 10, 2, n=8)
+    if resumed:
+        wide = request_of("wide", 10, 20, n=7)
+        wide.sequences[0].token_ids += range(50, 55)  # 4 blocks and 6
+    r.add(request_of("low0", 6, 6, priority=5), request_of("low1", 6, 6, priority=5))
+    r.step()
+    r.add(wide)
+    assert r.step().num_scheduled_tokens == {"low0": 1, "low1": 1}
+    r.finish()
+    assert r.scheduler.stats().num_preemptions == 0
+    assert {r.last[name].error.code for name in wide.engine_request.sequence_ids} == {"request_refused"}
+    assert "side by side" in r.last["wide-0"].error.message and "9 blocks of 4 tokens" in r.last["wide-0"].error.message
+
+
+def test_a_search_for_room_that_was_in_vain_is_not_repeated_for_blocks_that_it_freed_itself(
+    run, request_of, monkeypatch
+):
+    r = run(num_blocks=4, policy="priority", windows=(5,))
+    r.add(request_of("top", 7, 9), request_of("low", 2, 9, priority=5))
+    r.step()
+    r.step()  # the window of "top" has passed its first block now
+    planner, searches = r.scheduler.planner, []
+    fits_beside = planner._fits_beside
+    monkeypatch.setattr(planner, "_fits_beside", lambda *args: searches.append(args) or fits_beside(*args))
+    r.add(request_of("head", 14, 1, priority=1))
+    r.step()
+    r.step()
+    assert len(searches) == 1
+    r.finish()
+
+
 def test_a_request_of_high_rank_that_fits_only_alone_takes_the_place_of_all_others(run, request_of):
     r = run(num_blocks=8, policy="priority", watermark=0.2)
     r.add(*(request_of(f"low{index}", 6, 12, priority=5) for index in range(3)))

@@ -254,7 +254,7 @@ class EngineCore:
 
     def _advance(self) -> list[SequenceOutput]:
         in_flight = self._in_flight
-        if in_flight and not (self._overlaps(in_flight[-1]) and self.scheduler.admission.has_room_ahead()):
+        if in_flight and not (self._overlaps(in_flight[-1]) and self.scheduler.admission.make_room_ahead()):
             self._announce()
             return self._process_oldest()
         plan = self.scheduler.schedule()

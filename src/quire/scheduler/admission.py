@@ -93,7 +93,10 @@ class Admission:
         self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
 
     def refusal(self, request: Request) -> str | None:
-        """Return why `request` can never run, or None. One token beyond the prompt must fit, if any is generated."""
+        """Return why `request` can never run, or None.
+
+        One token beyond the prompt must fit, if any is generated, and the first block of each further sequence.
+        """
         num_tokens = request.num_prompt_tokens + (request.engine_request.pooling is None)
         if num_tokens > self.max_model_len:
             more = ", which" if request.engine_request.pooling else "; with one token to generate that"
@@ -101,10 +104,11 @@ class Admission:
                 f"the prompt has {request.num_prompt_tokens} tokens{more} exceeds the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
             )
-        if not self.kv.can_ever_fit(num_tokens):
-            needed = self.kv.num_blocks_for(num_tokens)
+        needed = self.kv.num_blocks_for(num_tokens) + self._num_blocks_of_others(request)
+        if needed > self.kv.pool.num_blocks:
+            and_others = f", and {request.num_sequences} sequences side by side," if request.num_sequences > 1 else ""
             return (
-                f"the prompt and one token more need {needed} KV blocks, but the whole pool has "
+                f"the prompt and one token more{and_others} need {needed} KV blocks, but the whole pool has "
                 f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens, which hold {self.length_limit - 1} "
                 f"tokens; --num-gpu-blocks-override {needed} would be enough"
             )
@@ -132,7 +136,7 @@ class Admission:
         drafts, allocation = sequence.draft_token_ids, UNCHANGED
         if num_new > 1 or drafts or hit is not None or not self.kv.has_slot(sequence):  # False for nearly every decode
             if hit is None and not self.kv.has_blocks(sequence):
-                return self.start(sequence, num_new, step) > 0
+                return self.start(sequence, num_new, step)
             if drafts:
                 sequence.drop_drafts(max(num_new - (sequence.num_uncomputed_tokens - len(drafts)), 0))
                 drafts = sequence.draft_token_ids
@@ -207,8 +211,19 @@ class Admission:
         if request.status is RequestStatus.SWAPPED:
             return self.kv.num_blocks_to_swap_in(request.sequences)
         hit = hit or self.kv.find_prefix(request.sequences[0])
-        num_others = (request.num_sequences - 1) * len(self.kv.windows)
-        return self.num_blocks_to_compute(request.sequences[0], max_new_tokens, hit) + num_others
+        return self.num_blocks_to_compute(request.sequences[0], max_new_tokens, hit) + self._num_blocks_of_others(
+            request
+        )
+
+    def num_blocks_alone(self, request: Request) -> int:
+        """Return how many blocks it takes to admit a waiting request that has the pool to itself."""
+        if request.status is RequestStatus.SWAPPED:
+            return self.kv.num_blocks_to_swap_in(request.sequences)
+        return self.kv.num_blocks_for(request.sequences[0].num_tokens) + self._num_blocks_of_others(request)
+
+    def _num_blocks_of_others(self, request: Request) -> int:
+        """Return how many blocks the sequences of `request` after the first need to begin."""
+        return (request.num_sequences - 1) * len(self.kv.windows)
 
     def num_blocks_after(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks the known tokens of `sequence` need beyond those for its first `num_tokens`."""
@@ -422,8 +437,8 @@ class Admission:
         error = ErrorData("RequestError", message, code="request_refused")
         self.requests.finish(request, RequestStatus.FINISHED_IGNORED, error)
 
-    def has_room_ahead(self) -> bool:
-        """Whether every running sequence has blocks for a further step, beside those in flight.
+    def make_room_ahead(self) -> bool:
+        """Free what windows have passed; return whether every running sequence has blocks for a step ahead of results.
 
         If not, a request would be preempted or ended for lack of blocks that the steps in flight may free.
         """

@@ -44,7 +44,7 @@ class PrefillFirstPlanner:
             )
         if self.can_allocate(request, PrefixHit([[] for _ in self._kv.windows], 0)) is AllocStatus.NEVER:
             return (
-                f"the prompt needs {self._num_required(request)} KV blocks, but the pool has "
+                f"the prompt needs {self.admission.num_blocks_alone(request)} KV blocks, but the pool has "
                 f"{self._kv.pool.num_blocks} blocks of {self._kv.block_size} tokens, of which "
                 f"{self.admission.watermark_blocks} are kept free (--watermark)"
             )
@@ -111,7 +111,7 @@ class PrefillFirstPlanner:
             return AllocStatus.LOADING
         status = self.can_allocate(request, hit)
         if status is AllocStatus.NEVER or (status is AllocStatus.LATER and self.admission.is_alone(request)):
-            self.admission.finish_infeasible(request, self._num_required(request))
+            self.admission.finish_infeasible(request, self.admission.num_blocks_alone(request))
             return AllocStatus.NEVER
         if status is AllocStatus.LATER:
             self.admission.note_nothing_fits()
@@ -131,17 +131,12 @@ class PrefillFirstPlanner:
         """
         admission, pool = self.admission, self._kv.pool
         reserve = 0 if request.num_preemptions else admission.watermark_blocks
-        if pool.num_blocks - self._num_required(request) < reserve:
+        if pool.num_blocks - self.admission.num_blocks_alone(request) < reserve:
             return AllocStatus.NEVER
         if self._requests.running:
             reserve = admission.watermark_blocks
         needed = admission.num_blocks_to_admit(request, admission.max_num_batched_tokens, hit)
         return AllocStatus.OK if needed + reserve <= pool.num_free else AllocStatus.LATER
-
-    def _num_required(self, request: Request) -> int:
-        """Return how many blocks its known tokens need, with one for each further sequence to go on with."""
-        first = request.sequences[0]
-        return self._kv.num_blocks_for(first.num_tokens) + (request.num_sequences - 1) * len(self._kv.windows)
 
     def _prefill(self, request: Request, step: ScheduledStep) -> None:
         """Schedule the uncomputed known tokens of a running `request`, preempting requests behind it.

@@ -133,25 +133,31 @@ class UnifiedPlanner:
     # ---- running requests ----
 
     def _preempt_for_priority(self, step: ScheduledStep) -> None:
-        """Preempt running requests of lower rank than the first waiting one, as many as make room for it, or none."""
-        head, running = self._requests.waiting.peek(), self._requests.running
+        """Preempt running requests of lower rank than the first waiting one, as many as make room for it, or none.
+
+        One that would not fit even alone is ended instead.
+        """
+        admission, head, running = self.admission, self._requests.waiting.peek(), self._requests.running
         num_staying = len(running)
         while head is not None and num_staying and _outranks(head, running[num_staying - 1]):
             num_staying -= 1
-        version = self.admission.capacity_version()
-        if head is None or num_staying == len(running) or self._in_vain == version:
+        if head is None or num_staying == len(running) or self._in_vain == admission.capacity_version():
             return
+        needed = admission.num_blocks_alone(head)
+        if needed > self._kv.pool.num_blocks:
+            admission.finish_infeasible(head, needed)
+            return
+        self._kv.free_out_of_windows([sequence for request in running for sequence in request.sequences])
         if not self._fits_beside(num_staying, head):
-            self._in_vain = version
+            self._in_vain = admission.capacity_version()
             return
         while len(running) > num_staying and not self._fits_beside(len(running), head):
-            self.admission.preempt(running[-1], step)
+            admission.preempt(running[-1], step)
 
     def _fits_beside(self, num_staying: int, request: Request) -> bool:
         """Whether a waiting request could be admitted if all running ones but the first `num_staying` were preempted.
 
-        The known tokens of those that stay come first. A request that never fits counts as one that does, so that none
-        is preempted for it.
+        The known tokens of those that stay come first. What windows have passed counts as taken, unless it was freed.
         """
         admission, kv, running = self.admission, self._kv, self._requests.running
         staying, leaving = running[:num_staying], running[num_staying:]
@@ -161,12 +167,11 @@ class UnifiedPlanner:
         max_new_tokens = admission.max_tokens_per_sequence
         num_reserved = admission.watermark_blocks if staying else 0
         for other in staying:
-            kv.free_out_of_windows(other.sequences)
             num_reserved += sum([admission.num_blocks_to_compute(each, max_new_tokens) for each in other.sequences])
         hit = None if request.status is RequestStatus.SWAPPED else kv.find_prefix(request.sequences[0])
         needed = admission.num_blocks_to_admit(request, max_new_tokens, hit)
         num_freed = kv.num_blocks_freed([sequence for other in leaving for sequence in other.sequences], hit)
-        return needed > kv.pool.num_blocks or needed + num_reserved <= kv.pool.num_free + num_freed
+        return needed + num_reserved <= kv.pool.num_free + num_freed
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Schedule the next tokens of every running sequence, preempting from the end while blocks are lacking.
