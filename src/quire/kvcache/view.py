@@ -44,9 +44,15 @@ def describe_pools(kv: KVCacheManager, num_computed: Mapping[str, int]) -> dict[
             "num_blocks": kv.host.pool.num_blocks,
             **{state: host[state] for state in ("used", "cached", "free")},
         },
-        "disk": {"num_blocks": kv.disk.num_slots, "cached": len(kv.disk), "free": kv.disk.num_slots - len(kv.disk)},
+        "disk": describe_disk(kv),
         "waste": _waste(kv, num_computed),
     }
+
+
+def describe_disk(kv: KVCacheManager) -> dict[str, int]:
+    """Return the size of the disk tier, and how much of it is used."""
+    num_slots, num_stored = kv.disk.num_slots, len(kv.disk)
+    return {"num_blocks": num_slots, "cached": num_stored, "free": num_slots - num_stored}
 
 
 def _state(block: Block, loading: Set[int] = frozenset()) -> str:

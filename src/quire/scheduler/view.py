@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.errors import echo
-from quire.kvcache.view import TIERS, describe_blocks, describe_pools, draw_blocks, map_blocks
+from quire.kvcache.view import TIERS, describe_blocks, describe_disk, describe_pools, draw_blocks, map_blocks
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 
@@ -79,7 +79,7 @@ def describe_map(scheduler: Scheduler, *, cells: int, limit: int = 1024) -> dict
     return {
         "num_steps": scheduler.stats().num_steps,
         "block_size": kv.block_size,
-        "disk": {"num_blocks": kv.disk.num_slots, "cached": len(kv.disk)},
+        "disk": describe_disk(kv),
         "queues": counts,
         "requests": rows,
         "maps": [item for item in maps if item["num_blocks"]],
