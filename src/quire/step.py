@@ -442,7 +442,7 @@ class SchedulerStats(msgspec.Struct):
     """A snapshot of the scheduler after a step; those of `STATS_COUNTERS` only ever grow.
 
     `num_running` and `num_waiting` count sequences and requests; `num_swapped`, of the waiting, those whose KV is in
-    the host's pool, `num_deferred` those whose grammar or adapter is prepared. `num_disk_blocks` are stored on disk.
+    the host's pool, `num_deferred` those whose grammar or adapter is prepared. `num_stored_blocks` are on disk.
     `prefix_cache_hits` are tokens found on the device or copied to it; `host_cache_hits` and `disk_cache_hits`, of
     these, those that came from there. `num_preemptions` counts both kinds, `num_swapped_out` one.
     Of the device's blocks, free or not, `num_layerwise_blocks` are layer-wise offloaded (`kvcache/layerwise.py`).
@@ -462,7 +462,7 @@ class SchedulerStats(msgspec.Struct):
     num_free_layerwise_blocks: int = msgspec.field(default=0, name="num_free_thin_blocks")
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
-    num_disk_blocks: int = 0
+    num_stored_blocks: int = msgspec.field(default=0, name="num_disk_blocks")
     num_preemptions: int = 0
     num_swapped_out: int = 0
     prefix_cache_queries: int = 0

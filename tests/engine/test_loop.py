@@ -154,5 +154,5 @@ def test_stores_that_fail_after_the_last_step_are_reported(folder: Path) -> None
     config = EngineConfig.from_kwargs(model=str(folder), num_gpu_blocks_override=64)
     core = EngineCore(config, executor=SlowFullDisk())
     clients = served(core, [(0, request("a", prompt=tuple(range(40))))], *([[]] * 30))
-    stored = [message.stats.num_disk_blocks for message in clients.sent[1] if isinstance(message, EngineOutputs)]
+    stored = [message.stats.num_stored_blocks for message in clients.sent[1] if isinstance(message, EngineOutputs)]
     assert stored == [2, 0], "all clients hear that it is idle, and that nothing is on the disk"

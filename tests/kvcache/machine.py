@@ -110,7 +110,7 @@ class Machine:
             deduplicate_blocks=rng.random() < 0.3,
             num_layerwise_blocks=num_layerwise,
             num_host_blocks=0 if num_layerwise else rng.choice((0, 5, num_blocks, 3 * num_blocks)),
-            num_disk_records=0 if num_layerwise else rng.choice((0, 3, 100, 100)),
+            num_disk_slots=0 if num_layerwise else rng.choice((0, 3, 100, 100)),
             hasher=self.hasher,
         )
         self.device: dict[int, Content] = {}

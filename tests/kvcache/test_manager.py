@@ -286,7 +286,7 @@ def test_hits_are_not_reused_for_the_blocks_that_follow_them():
 
 
 def test_forgotten_content_is_not_found_again():
-    kv = manager(prefix_match_unit=1, num_host_blocks=16, num_disk_records=16)
+    kv = manager(prefix_match_unit=1, num_host_blocks=16, num_disk_slots=16)
     a = Sequence("a", list(range(11)))
     start(kv, a)
     kv.forget([a])

@@ -164,7 +164,7 @@ def test_two_equal_sequences_leave_one_tail():
 
 def test_a_tail_is_kept_on_the_device_only():
     """It could not be found in the other tiers, and would take the place of what can."""
-    kv = token_manager(num_host_blocks=8, num_disk_records=8)
+    kv = token_manager(num_host_blocks=8, num_disk_slots=8)
     a = Sequence("a", list(range(6)))
     start(kv, a)
     kv.free(a)

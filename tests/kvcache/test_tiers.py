@@ -180,7 +180,7 @@ def test_windowed_groups_come_back_from_the_host_each_under_its_own_name():
 
 
 def disk_manager(num_blocks: int = 8, num_records: int = 8, **options) -> KVCacheManager:
-    return manager(num_blocks, num_disk_records=num_records, **options)
+    return manager(num_blocks, num_disk_slots=num_records, **options)
 
 
 def saved(kv: KVCacheManager, token_ids: list[int]) -> None:

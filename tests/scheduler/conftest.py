@@ -431,7 +431,7 @@ KV_OPTIONS = {
     "num_layerwise_blocks": 0,
     "streamed_tokens": 1024,
     "num_host_blocks": 0,
-    "num_disk_records": 0,
+    "num_disk_slots": 0,
     "stored": (),
 }
 

@@ -23,7 +23,7 @@ def layerwise_options(seed: int) -> dict:
         "windows": (None,),
         "deduplicate_blocks": False,
         "num_host_blocks": 0,
-        "num_disk_records": 0,
+        "num_disk_slots": 0,
         "preemption_mode": "recompute",
         "num_layerwise_blocks": rng.randint(1, num_blocks - 1),
         "streamed_tokens": rng.choice((0, 1, 2, 4)) * options["block_size"],

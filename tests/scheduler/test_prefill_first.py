@@ -7,8 +7,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.admission import AllocStatus
-from quire.scheduler.prefill_first import PrefillFirstPlanner
+from quire.scheduler.prefill_first import AllocStatus, PrefillFirstPlanner
 from quire.scheduler.scheduler import create_scheduler
 from quire.scheduler.unified import UnifiedPlanner
 from quire.step import KVCacheGroup
@@ -228,7 +227,7 @@ def test_a_hit_inside_a_block_needs_no_room_beside_its_copy(classic, request_of)
 
 
 def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
-    r = classic(num_blocks=6, num_disk_records=50)
+    r = classic(num_blocks=6, num_disk_slots=50)
     prompt = list(range(16))
     r.add(request_of("a", prompt, 1))
     r.finish()
@@ -243,7 +242,7 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
 
 
 def test_nothing_is_stored_on_a_full_disk_and_what_was_not_stored_is_not_looked_for(run, request_of):
-    r = run(num_blocks=6, num_disk_records=50)
+    r = run(num_blocks=6, num_disk_slots=50)
     hits = []
     for name in "abcabc":
         r.worker.disk_is_full = name == "b" or r.worker.disk_is_full
@@ -265,7 +264,7 @@ def test_tokens_from_the_host_and_from_disk_count_once_for_each_request(run, req
         num_blocks=8 * num_groups,
         windows=windows,
         num_host_blocks=6 * num_groups,
-        num_disk_records=400,
+        num_disk_slots=400,
         preemption_mode="recompute",
     )
     r.add(request_of("a", prompt := list(range(16)), 1))
@@ -287,7 +286,7 @@ def test_tokens_from_the_host_and_from_disk_count_once_for_each_request(run, req
 
 @pytest.mark.parametrize("kind", [UnifiedPlanner, PrefillFirstPlanner])
 def test_a_load_from_disk_leaves_blocks_to_those_who_run(run, request_of, kind):
-    r = run(kind, num_blocks=8, num_disk_records=50)
+    r = run(kind, num_blocks=8, num_disk_slots=50)
     prompt = list(range(24))
     r.add(request_of("a", prompt, 1))
     r.finish()
@@ -399,7 +398,7 @@ def test_options_that_contradict_each_other_are_refused(options, named):
 
 def test_what_comes_back_and_is_passed_in_one_step_is_not_written_to_disk(request_of):
     """Writes to disk go first in a step: the block would hold something else still."""
-    kv = KVCacheManager(6, 2, windows=(3,), max_step_tokens=8, num_host_blocks=8, num_disk_records=1)
+    kv = KVCacheManager(6, 2, windows=(3,), max_step_tokens=8, num_host_blocks=8, num_disk_slots=1)
     a, b = (request_of(name, 9, 1).sequences[0] for name in "ab")
     kv.start_step()
     assert kv.allocate_slots(a, 7) is not None

@@ -43,7 +43,7 @@ def shared_options(rng: random.Random) -> dict:
         "prefix_match_unit": rng.choice((1, 1, 2, 8)),
         "deduplicate_blocks": rng.random() < 0.3,
         "num_host_blocks": rng.choice((0, 5, num_blocks, 4 * num_blocks)),
-        "num_disk_records": rng.choice((0, 3, 100, 300)),
+        "num_disk_slots": rng.choice((0, 3, 100, 300)),
         "max_num_seqs": rng.choice((1, 4, 6, 8, 8)),
         "max_num_batched_tokens": rng.choice((1, 2, 3, 5, 8, 16, 40)),
         "max_model_len": rng.choice((12, 60, 60)),

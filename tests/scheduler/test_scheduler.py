@@ -507,7 +507,7 @@ def test_a_broken_sequence_ends_with_an_error_and_its_kv_is_never_reused(run, re
 def test_a_sequence_that_is_not_running_any_more_loses_its_kv_when_it_breaks_and_others_keep_theirs(
     run, request_of, fate
 ):
-    r = run(num_disk_records=50)
+    r = run(num_disk_slots=50)
     r.add(request_of("other", [*PROMPT, 7], 1))
     r.finish()
     scheduler = r.scheduler

@@ -65,7 +65,7 @@ def test_the_picture_adds_up_after_every_step(run: Any, request_of: Any, kind: A
 
 
 def test_blocks_that_come_from_disk_are_loading_and_held_by_nobody_yet(run: Any, request_of: Any) -> None:
-    slow = run(num_blocks=8, num_disk_records=20)
+    slow = run(num_blocks=8, num_disk_slots=20)
     slow.add(request_of("first", 17, 2))
     slow.finish()
     slow.add(request_of("other", 27, 2))  # takes all blocks but the first one's first; what they held is on disk

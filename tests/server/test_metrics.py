@@ -72,7 +72,7 @@ def test_what_the_tiers_hold_and_give_back(make_server: MakeServer) -> None:
         num_free_layerwise_blocks=18,
         num_host_blocks=50,
         num_free_host_blocks=40,
-        num_disk_blocks=7,
+        num_stored_blocks=7,
         num_preemptions=9,
         num_swapped_out=4,
         prefix_cache_queries=1000,

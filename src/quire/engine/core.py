@@ -159,7 +159,7 @@ class EngineCore:
             clock=self.clock,
             num_layerwise_blocks=fitted.num_layerwise_blocks,
             num_host_blocks=fitted.num_host_blocks,
-            num_disk_records=disk.num_slots,
+            num_disk_slots=disk.num_slots,
             stored=disk.blocks,
             hasher=self._hasher or BlockHasher(disk.hash_key),
             whole_prompts=self.executor.kv_cache_spec().one_step,

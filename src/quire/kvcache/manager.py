@@ -13,7 +13,7 @@ runs, are only taken of what earlier steps computed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -93,7 +93,7 @@ class KVCacheManager:
             sequences that generate the same text share it. Ids in a block table change then.
         streamed_tokens: see `LayerwiseBlocks.max_streamed_blocks`.
         num_host_blocks: size of the host's pool, for swapped sequences and for content that the device evicts.
-        num_disk_records: slots of the disk tier. stored: (slot, header) of the blocks that are there already.
+        num_disk_slots: slots of the disk tier. stored: (slot, header) of the blocks that are there already.
         hasher: computes block hashes; by default with a random key.
 
     Attributes:
@@ -116,7 +116,7 @@ class KVCacheManager:
         num_layerwise_blocks: int = 0,
         streamed_tokens: int = STREAMED_TOKENS,
         num_host_blocks: int = 0,
-        num_disk_records: int = 0,
+        num_disk_slots: int = 0,
         stored: Iterable[tuple[int, bytes]] = (),
         hasher: BlockHasher | None = None,
     ) -> None:
@@ -132,11 +132,11 @@ class KVCacheManager:
             num_layerwise_blocks,
             on_register=self.tree.add,
             on_unregister=self._unregistered,
-            on_evict=self._evicted if num_host_blocks or num_disk_records else None,
+            on_evict=self._evicted if num_host_blocks or num_disk_slots else None,
         )
         self.host = HostTierManager(num_host_blocks, self.transfers)
-        self.disk = DiskTierManager(num_disk_records, stored, self.transfers)
-        self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_records else []
+        self.disk = DiskTierManager(num_disk_slots, stored, self.transfers)
+        self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_slots else []
         self._tiers: list[TierManager] = [self.host, *self._async_tiers]
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
@@ -222,15 +222,31 @@ class KVCacheManager:
         if not (self.enable_prefix_caching and sequence.reads_prefix_cache):
             return PrefixHit([[] for _ in self.windows], 0)
         limit = _max_hit(sequence) // self.block_size
-        tables = longest_hit(
-            self.windows, self.block_size, limit, lambda g, i: self._lookup(self._block_hash(sequence, i, g))
-        )
-        hit = PrefixHit(tables, len(tables[0]) * self.block_size)
+        loads: list[TierHit] = []
         if any(map(len, self._async_tiers)):
-            self._find_loads(sequence, limit, hit)
+            loading = self.loads.block_hashes()
+            tables = self._longest_hit(sequence, limit, lambda each: self._lookup_with_loads(each, loading))
+            tier_hits = (cached for table in tables for cached in table if isinstance(cached, TierHit))
+            loads = [each for each in tier_hits if each.tier is not self.host]
+            if loads:
+                tables = self._longest_hit(sequence, limit, self._lookup)
+        else:
+            tables = self._longest_hit(sequence, limit, self._lookup)
+        hit = PrefixHit(tables, len(tables[0]) * self.block_size)
+        if loads:
+            hit.loads = [each for each in loads if each.block_hash not in loading]
+            hit.loading = len(hit.loads) < len(loads)
         if len(self.windows) == 1 and self._match_unit < self.block_size:
             self._find_partial(sequence, hit)
         return hit
+
+    def _longest_hit(
+        self, sequence: CachedSequence, limit: int, lookup: Callable[[bytes], CachedBlock | None]
+    ) -> list[list[CachedBlock]]:
+        """Return the longest beginning of `sequence` that `lookup` finds by its hashes, see `longest_hit`."""
+        return longest_hit(
+            self.windows, self.block_size, limit, lambda group, index: lookup(self._block_hash(sequence, index, group))
+        )
 
     def _lookup(self, block_hash: bytes) -> CachedBlock | None:
         """Return the block with this hash on the device, or else on the host."""
@@ -239,25 +255,14 @@ class KVCacheManager:
             return TierHit(self.host, block_hash)
         return block
 
-    def _find_loads(self, sequence: CachedSequence, limit: int, hit: PrefixHit) -> None:
-        """Set `hit.loads`: the blocks of asynchronous tiers that would make the hit longer."""
-        loading = self.loads.block_hashes()
-
-        def lookup(group: int, index: int) -> CachedBlock | None:
-            block_hash = self._block_hash(sequence, index, group)
-            cached = self._lookup(block_hash)
-            if cached is None:
-                for tier in self._async_tiers:
-                    if block_hash in loading or tier.lookup(block_hash):
-                        return TierHit(tier, block_hash)
-            return cached
-
-        tables = longest_hit(self.windows, self.block_size, limit, lookup)
-        if len(tables[0]) > len(hit.tables[0]):
-            tier_hits = (cached for table in tables for cached in table if isinstance(cached, TierHit))
-            missing = [each for each in tier_hits if each.tier is not self.host]
-            hit.loads = [each for each in missing if each.block_hash not in loading]
-            hit.loading = len(hit.loads) < len(missing)
+    def _lookup_with_loads(self, block_hash: bytes, loading: Container[bytes]) -> CachedBlock | None:
+        """Return the block with this hash on the device, or else in a tier; those that are being loaded count."""
+        cached = self._lookup(block_hash)
+        if cached is None:
+            for tier in self._async_tiers:
+                if block_hash in loading or tier.lookup(block_hash):
+                    return TierHit(tier, block_hash)
+        return cached
 
     def _find_partial(self, sequence: CachedSequence, hit: PrefixHit) -> None:
         """Extend `hit` into a block whose first tokens continue the sequence."""

@@ -25,17 +25,17 @@ ADAPTER_WINDOWS = 8  # the window is so many times larger with LoRA, where some 
 ADAPTER_MAX_OVERTAKE_SECONDS = 5.0  # how long a request that waits for a slot for its adapter may be overtaken
 
 
-class AllocStatus(IntEnum):
-    """What became of a waiting request that was tried, or whether there are blocks for it.
+class AdmitResult(IntEnum):
+    """What became of a waiting request that was tried.
 
-    OK: it runs, or fits now. LATER: it fits after others have ended. NEVER: it was ended, since it never fits, or would
-    be. LOADING: blocks that it needs are being loaded.
+    ADMITTED: it runs. WAITING: it lacks slots, budget or blocks that others may give back. LOADING: blocks that it
+    needs are being loaded. ENDED: it would not fit even alone.
     """
 
-    OK = 0
-    LATER = 1
-    NEVER = 2
-    LOADING = 3
+    ADMITTED = 0
+    WAITING = 1
+    LOADING = 2
+    ENDED = 3
 
 
 class Admission:
@@ -90,7 +90,7 @@ class Admission:
         self.requests = LiveRequests(kv, self.policy, clock)
         self.stats = SchedulerStats()
         self.swaps_prompts = True
-        self._blocked: tuple[int, int, int] | None = None  # `capacity_version` when none waiting fitted
+        self._version_when_nothing_fitted: tuple[int, int, int] | None = None
 
     def refusal(self, request: Request) -> str | None:
         """Return why `request` can never run, or None.
@@ -268,35 +268,35 @@ class Admission:
         waiting = self.requests.waiting
         if not self.max_loras:
             return waiting.first(count)
-        adapters = _adapters(self.requests.running)
+        adapters = _adapter_ids(self.requests.running)
         requests: list[Request] = []
         for request in waiting.first(count * ADAPTER_WINDOWS):
             if len(requests) == count:
                 break
             if request.engine_request.lora is not None and request.engine_request.lora_int_id not in adapters:
                 if len(adapters) == self.max_loras:
-                    if self.block(request) >= ADAPTER_MAX_OVERTAKE_SECONDS:
+                    if self.note_passed_over(request) >= ADAPTER_MAX_OVERTAKE_SECONDS:
                         break
                     continue
                 adapters.add(request.engine_request.lora_int_id)
             requests.append(request)
         return requests
 
-    def block(self, request: Request) -> float:
+    def note_passed_over(self, request: Request) -> float:
         """Note that a waiting request does not fit, or was overtaken; return the seconds since that first happened."""
-        if request.blocked_since is None:
-            request.blocked_since = self.clock()
-        return self.seconds_blocked(request)
+        if request.passed_over_since is None:
+            request.passed_over_since = self.clock()
+        return self.seconds_passed_over(request)
 
-    def seconds_blocked(self, request: Request) -> float:
-        """Return the seconds since `block` was first called for a waiting request, 0 if it never was."""
-        return 0.0 if request.blocked_since is None else self.clock() - request.blocked_since
+    def seconds_passed_over(self, request: Request) -> float:
+        """Return the seconds since a waiting request was first passed over, 0 if it never was."""
+        return 0.0 if request.passed_over_since is None else self.clock() - request.passed_over_since
 
     def adapter_fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether a waiting request could have its adapter beside those of running ones."""
         if request.engine_request.lora is None:
             return True
-        adapters = _adapters(running)
+        adapters = _adapter_ids(running)
         return request.engine_request.lora_int_id in adapters or len(adapters) < self.max_loras
 
     def capacity_version(self) -> tuple[int, int, int]:
@@ -305,12 +305,12 @@ class Admission:
 
     def note_nothing_fits(self) -> None:
         """Note that no waiting request fits, until `capacity_version` changes."""
-        self._blocked = self.capacity_version()
+        self._version_when_nothing_fitted = self.capacity_version()
 
     @property
     def nothing_fits(self) -> bool:
         """Whether it was noted that no waiting request fits, and nothing has changed since."""
-        return self._blocked == self.capacity_version()
+        return self._version_when_nothing_fitted == self.capacity_version()
 
     def is_alone(self, request: Request) -> bool:
         """Whether `request` has all blocks that are not free, so that nothing will be freed for it."""
@@ -389,23 +389,23 @@ class Admission:
         """Whether a running sequence has more to compute than the token it just got, and drafts."""
         return not sequence.is_decoding or (sequence.num_uncomputed_tokens > 0 and not self.kv.has_blocks(sequence))
 
-    def swap_in(self, request: Request, step: ScheduledStep, num_reserved: int) -> AllocStatus:
+    def swap_in(self, request: Request, step: ScheduledStep, num_reserved: int) -> AdmitResult:
         """Bring back a swapped request, if there is room for it and for a token of each of its sequences."""
         needed, pool = self.kv.num_blocks_to_swap_in(request.sequences), self.kv.pool
         if needed > pool.num_blocks:
             self.finish_infeasible(request, needed)
-            return AllocStatus.NEVER
+            return AdmitResult.ENDED
         unfinished = [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens]
         num_reserved = num_reserved if self.requests.running else 0
         if needed + num_reserved > pool.num_free or step.budget < len(unfinished):
-            return AllocStatus.LATER
+            return AdmitResult.WAITING
         self.kv.swap_in(request.sequences)
         self.requests.admit(request)
         for number, sequence in enumerate(unfinished, 1):
             num_behind = len(unfinished) - number
             num_new = min(sequence.num_uncomputed_tokens, step.budget - num_behind, self.max_tokens_per_sequence)
             self.schedule_tokens(sequence, num_new, step)
-        return AllocStatus.OK
+        return AdmitResult.ADMITTED
 
     def waits_for_loads(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a waiting request waits for blocks from asynchronous tiers; starts loads that are not under way.
@@ -453,6 +453,6 @@ class Admission:
         return kv.num_blocks_needed(sequences, max_new_tokens) <= kv.pool.num_free
 
 
-def _adapters(requests: Iterable[Request]) -> set[int]:
+def _adapter_ids(requests: Iterable[Request]) -> set[int]:
     """Return the ids of their LoRA adapters."""
     return {request.engine_request.lora_int_id for request in requests if request.engine_request.lora is not None}

@@ -158,7 +158,7 @@ class LiveRequests:
         """Move a waiting request to the running ones."""
         self.waiting.remove(request)
         request.transition(RequestStatus.RUNNING)
-        request.blocked_since = None
+        request.passed_over_since = None
         self.num_reserved_slots += request.num_sequences
         insort(self.running, request, key=BY_ORDER)
         if request.first_scheduled_time is None:

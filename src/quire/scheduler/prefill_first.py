@@ -9,10 +9,20 @@ The third queue, of requests whose KV was swapped out, is a part of the waiting 
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.admission import WINDOW, Admission, AllocStatus
+from quire.scheduler.admission import WINDOW, Admission, AdmitResult
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
+
+
+class AllocStatus(IntEnum):
+    """Whether there are blocks for a waiting request: now, once others have given back theirs, or never."""
+
+    OK = 0
+    LATER = 1
+    NEVER = 2
 
 
 class PrefillFirstPlanner:
@@ -87,7 +97,7 @@ class PrefillFirstPlanner:
                 break
             if not self.admission.may_resume(request, step):
                 break
-            if self._admit(request, step) is AllocStatus.LATER:
+            if self._admit(request, step) is AdmitResult.WAITING:
                 break
 
     def _passed_delay(self) -> bool:
@@ -97,32 +107,32 @@ class PrefillFirstPlanner:
         earliest = min(request.engine_request.arrival_time for request in self._requests.waiting.first(WINDOW))
         return self.admission.clock() - earliest > self.delay_factor * self._last_prefill_seconds
 
-    def _admit(self, request: Request, step: ScheduledStep) -> AllocStatus:
+    def _admit(self, request: Request, step: ScheduledStep) -> AdmitResult:
         """Start or resume `request` if all its known tokens fit into the step, and there are blocks for them.
 
         A preempted request computes its output again, too. If it has thereby become longer than a step it is computed
         in several steps, which other requests join only in the rest of the last one.
         """
         if self._requests.num_reserved_slots + request.num_sequences > self.admission.max_num_seqs:
-            return AllocStatus.LATER
+            return AdmitResult.WAITING
         first = request.sequences[0]
         hit = self._kv.find_prefix(first)
         if self.admission.waits_for_loads(request, hit):
-            return AllocStatus.LOADING
+            return AdmitResult.LOADING
         status = self.can_allocate(request, hit)
         if status is AllocStatus.NEVER or (status is AllocStatus.LATER and self.admission.is_alone(request)):
             self.admission.finish_infeasible(request, self.admission.num_blocks_alone(request))
-            return AllocStatus.NEVER
+            return AdmitResult.ENDED
         if status is AllocStatus.LATER:
             self.admission.note_nothing_fits()
-            return status
+            return AdmitResult.WAITING
         if first.num_tokens - hit.num_tokens > step.budget and step.num_scheduled:
-            return AllocStatus.LATER  # in the next step
+            return AdmitResult.WAITING  # in the next step
         started = self.admission.start(first, step.budget, step, hit)
         assert started, "there was room"
         self._requests.admit(request)
         self._prefill(request, step)
-        return AllocStatus.OK
+        return AdmitResult.ADMITTED
 
     def can_allocate(self, request: Request, hit: PrefixHit) -> AllocStatus:
         """Return whether there are blocks for the known tokens of a waiting request, of which the cache holds `hit`.
@@ -201,5 +211,5 @@ class PrefillFirstPlanner:
                 continue
             if not self.admission.may_resume(request, step):
                 continue
-            if self.admission.swap_in(request, step, self.admission.watermark_blocks) is AllocStatus.LATER:
+            if self.admission.swap_in(request, step, self.admission.watermark_blocks) is AdmitResult.WAITING:
                 break

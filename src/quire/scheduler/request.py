@@ -187,7 +187,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it at the first look-up; None before.
         num_host_tokens, num_disk_tokens: of the cached tokens, those that were loaded from the host, and from disk.
-        first_scheduled_time, blocked_since: seconds of the scheduler's clock.
+        first_scheduled_time, passed_over_since: seconds of the scheduler's clock.
         num_prompt_logprobs: prompt positions, after the first, whose log-probabilities were sent, or not requested.
         adapter_digest: identifies the content of its LoRA adapter, once that is loaded.
         samples_tokens: whether steps sample tokens of its sequences: not for beams, nor for pooling.
@@ -220,7 +220,7 @@ class Request:
         self.num_preemptions = 0
         self.num_output_tokens = 0
         self.first_scheduled_time: float | None = None
-        self.blocked_since: float | None = None
+        self.passed_over_since: float | None = None
         self.num_prompt_logprobs = self.prompt_logprobs_after
         self.sequences = [
             Sequence(

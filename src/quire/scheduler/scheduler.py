@@ -439,10 +439,10 @@ class Scheduler:
         stats.num_free_blocks = self.kv.pool.num_free
         stats.num_free_layerwise_blocks = self.kv.pool.num_free_layerwise
         stats.num_free_host_blocks = self.kv.host.pool.num_free
-        stats.num_disk_blocks = len(self.kv.disk)
+        stats.num_stored_blocks = len(self.kv.disk)
         if self.admission.max_loras:
-            stats.running_adapters = _adapters(requests.running)
-            stats.waiting_adapters = _adapters([*requests.waiting, *requests.loading, *requests.deferred])
+            stats.running_adapters = _adapter_names(requests.running)
+            stats.waiting_adapters = _adapter_names([*requests.waiting, *requests.loading, *requests.deferred])
         return copy(stats)
 
     def restore_counters(self, before: SchedulerStats) -> None:
@@ -479,7 +479,7 @@ class Scheduler:
         self.kv.check_integrity()
 
 
-def _adapters(requests: Iterable[Request]) -> list[str]:
+def _adapter_names(requests: Iterable[Request]) -> list[str]:
     """Return the names of their LoRA adapters."""
     return sorted(
         {request.engine_request.lora.lora_name for request in requests if request.engine_request.lora is not None}

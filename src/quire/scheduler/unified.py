@@ -17,7 +17,7 @@ Cost is linear in the sequences scheduled and independent of the number waiting 
 
 from __future__ import annotations
 
-from quire.scheduler.admission import WINDOW, Admission, AllocStatus
+from quire.scheduler.admission import WINDOW, Admission, AdmitResult
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
@@ -53,7 +53,7 @@ class UnifiedPlanner:
             admission.max_num_batched_tokens // LONG_PROMPT_SHARE, LONG_PROMPT_MIN
         )
         # `capacity_version` when no preemption would have made room for the first waiting request.
-        self._in_vain: tuple[int, int, int] | None = None
+        self._version_of_vain_search: tuple[int, int, int] | None = None
 
     def refusal(self, request: Request) -> str | None:
         return self.admission.refusal(request)
@@ -141,7 +141,7 @@ class UnifiedPlanner:
         num_staying = len(running)
         while head is not None and num_staying and _outranks(head, running[num_staying - 1]):
             num_staying -= 1
-        if head is None or num_staying == len(running) or self._in_vain == admission.capacity_version():
+        if head is None or num_staying == len(running) or self._version_of_vain_search == admission.capacity_version():
             return
         needed = admission.num_blocks_alone(head)
         if needed > self._kv.pool.num_blocks:
@@ -149,7 +149,7 @@ class UnifiedPlanner:
             return
         self._kv.free_out_of_windows([sequence for request in running for sequence in request.sequences])
         if not self._fits_beside(num_staying, head):
-            self._in_vain = admission.capacity_version()
+            self._version_of_vain_search = admission.capacity_version()
             return
         while len(running) > num_staying and not self._fits_beside(len(running), head):
             admission.preempt(running[-1], step)
@@ -255,15 +255,15 @@ class UnifiedPlanner:
         """Return the waiting requests to try, in order."""
         window = self.admission.first_waiting(WINDOW)
         by_prefix = self.admission.policy.longest_prefix_first and len(window) > 1
-        if by_prefix and self.admission.seconds_blocked(window[0]) < self.max_overtake_seconds:
+        if by_prefix and self.admission.seconds_passed_over(window[0]) < self.max_overtake_seconds:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
         return window
 
-    def _block_overtaken(self, admitted: Request) -> None:
+    def _note_overtaken(self, admitted: Request) -> None:
         """Note that the first waiting request was overtaken, if `admitted` came after it."""
         head = self._requests.waiting.peek()
         if head is not None and head.order_key < admitted.order_key:
-            self.admission.block(head)
+            self.admission.note_passed_over(head)
 
     def _may_admit(self, step: ScheduledStep) -> bool:
         """Whether a waiting request may be admitted in this step, as far as running ones decide that."""
@@ -280,7 +280,7 @@ class UnifiedPlanner:
         admission = self.admission
         if not self._may_admit(step):
             return
-        is_blocked, all_tried = False, True
+        lacks_room, all_tried = False, True
         for request in self._candidates():
             if step.budget <= 0 or self._requests.num_reserved_slots >= admission.max_num_seqs:
                 return
@@ -290,37 +290,37 @@ class UnifiedPlanner:
             if not admission.may_resume(request, step) or self._max_tokens(first, step) == 0:
                 all_tried = False
                 continue
-            status = self._admit(request, step)
-            if status is AllocStatus.LATER:
-                is_blocked = True
+            result = self._admit(request, step)
+            if result is AdmitResult.WAITING:
+                lacks_room = True
                 all_tried &= step.budget >= len(request.sequences)  # else it may be the budget that it lacks
-                if admission.block(request) >= self.max_overtake_seconds or admission.policy.preempts:
+                if admission.note_passed_over(request) >= self.max_overtake_seconds or admission.policy.preempts:
                     break
-            elif status is AllocStatus.OK and admission.policy.longest_prefix_first:
-                self._block_overtaken(request)
+            elif result is AdmitResult.ADMITTED and admission.policy.longest_prefix_first:
+                self._note_overtaken(request)
         # What a prompt under way is going to compute may be shared with those that wait, which then need fewer blocks.
-        if is_blocked and all_tried and not step.num_remaining_prompt_blocks:
+        if lacks_room and all_tried and not step.num_remaining_prompt_blocks:
             admission.note_nothing_fits()
 
-    def _admit(self, request: Request, step: ScheduledStep) -> AllocStatus:
+    def _admit(self, request: Request, step: ScheduledStep) -> AdmitResult:
         """Start or resume `request` if all its known tokens fit beside what sequences in the step still need."""
         admission, kv = self.admission, self._kv
         if self._requests.num_reserved_slots + request.num_sequences > admission.max_num_seqs:
-            return AllocStatus.LATER
+            return AdmitResult.WAITING
         num_reserved = step.num_remaining_prompt_blocks + admission.watermark_blocks if self._requests.running else 0
         if request.status is RequestStatus.SWAPPED:
             return admission.swap_in(request, step, num_reserved)
         first = request.sequences[0]
         hit = kv.find_prefix(first)
         if admission.waits_for_loads(request, hit):
-            return AllocStatus.LOADING
+            return AdmitResult.LOADING
         num_tokens, max_new_tokens = first.num_tokens, self._max_tokens(first, step)
         needed = admission.num_blocks_to_admit(request, max_new_tokens, hit)
         if needed + num_reserved > kv.pool.num_free:
             if admission.is_alone(request):
                 admission.finish_infeasible(request, needed)
-                return AllocStatus.NEVER
-            return AllocStatus.LATER
+                return AdmitResult.ENDED
+            return AdmitResult.WAITING
         started = admission.start(first, max_new_tokens, step, hit)
         assert started, "there was room"
         self._requests.admit(request)
@@ -329,7 +329,7 @@ class UnifiedPlanner:
         for sibling in request.sequences[1:]:
             if step.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
                 admission.start(sibling, min(step.budget, admission.max_tokens_per_sequence), step)
-        return AllocStatus.OK
+        return AdmitResult.ADMITTED
 
 
 def _outranks(waiting: Request, running: Request) -> bool:

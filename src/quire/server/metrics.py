@@ -368,7 +368,7 @@ class ModelMetrics:
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         text = "Share of the host's blocks that are swapped out, 0 to 1."
         yield gauge("vllm:cpu_cache_usage_perc", text, stats.host_cache_usage)
-        tiers = {"device": stats.num_blocks, "host": stats.num_host_blocks, "disk": stats.num_disk_blocks}
+        tiers = {"device": stats.num_blocks, "host": stats.num_host_blocks, "disk": stats.num_stored_blocks}
         yield gauge(
             "quire:kv_blocks", "KV blocks: all of the device's and the host's, those stored on disk.", tiers, "tier"
         )

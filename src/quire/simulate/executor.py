@@ -24,7 +24,7 @@ class SimulatedExecutor(Executor):
 
     Args:
         spec: what the model keeps of sequences.
-        memory: bytes for the KV cache. num_disk_blocks: slots of the disk tier.
+        memory: bytes for the KV cache. num_disk_slots: slots of the disk tier.
         block_size: tokens of a block. streamed_share: of the layers of a layerwise block, those that are on the host.
         observer: called after each step that has tokens, with its contents and its seconds.
 
@@ -39,7 +39,7 @@ class SimulatedExecutor(Executor):
         clock: VirtualClock,
         memory: int,
         observer: Observer | None = None,
-        num_disk_blocks: int = 0,
+        num_disk_slots: int = 0,
         *,
         block_size: int = 16,
         streamed_share: float = 0.0,
@@ -47,7 +47,7 @@ class SimulatedExecutor(Executor):
         super().__init__()
         self._spec = spec
         self._memory = memory
-        self._num_disk_blocks = num_disk_blocks
+        self._num_disk_slots = num_disk_slots
         self._block_size, self._streamed_share = block_size, streamed_share
         self._cost = cost
         self._clock = clock
@@ -75,7 +75,7 @@ class SimulatedExecutor(Executor):
 
     def stored_blocks(self) -> StoredBlocks:
         """Return the given number of slots, all empty."""
-        return StoredBlocks(self._num_disk_blocks)
+        return StoredBlocks(self._num_disk_slots)
 
     def submit(self, plan: SchedulerOutput) -> PendingOutput:
         """Let the step's time pass; sample every sequence whose last known token is computed in it."""

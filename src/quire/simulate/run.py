@@ -105,14 +105,14 @@ def simulate(
     split = layer_split(resolved, spec)
     block_bytes = spec.block_bytes(cache.block_size, info.max_model_len)
     geometry = StoreGeometry("", block_bytes, cache.block_size, header_nbytes(cache.block_size))
-    num_disk_blocks = geometry.num_slots(cache.kv_disk_space) if cache.kv_disk_space else 0
+    num_disk_slots = geometry.num_slots(cache.kv_disk_space) if cache.kv_disk_space else 0
     executor = SimulatedExecutor(
         spec,
         cost,
         clock,
         memory,
         observer,
-        num_disk_blocks,
+        num_disk_slots,
         block_size=cache.block_size,
         streamed_share=0.0 if split is None else 1.0 - split.num_resident_layers / split.num_layers,
     )
