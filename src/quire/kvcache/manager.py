@@ -126,18 +126,18 @@ class KVCacheManager:
         self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.transfers: list[BlockTransfer] = []
+        self.host = HostTierManager(num_host_blocks, self.transfers)
+        self.disk = DiskTierManager(num_disk_slots, stored, self.transfers)
+        self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_slots else []
+        self._tiers: list[TierManager] = [self.host, *self._async_tiers]
         self.tree = PrefixTree()
         self.pool = BlockPool(
             num_blocks,
             num_layerwise_blocks,
             on_register=self.tree.add,
             on_unregister=self._unregistered,
-            on_evict=self._evicted if num_host_blocks or num_disk_slots else None,
+            on_evict=self._evicted if num_host_blocks or self._async_tiers else None,
         )
-        self.host = HostTierManager(num_host_blocks, self.transfers)
-        self.disk = DiskTierManager(num_disk_slots, stored, self.transfers)
-        self._async_tiers: list[AsyncTierManager] = [self.disk] if num_disk_slots else []
-        self._tiers: list[TierManager] = [self.host, *self._async_tiers]
         self._match_unit = prefix_match_unit
         self._deduplicates = deduplicate_blocks and enable_prefix_caching
         self._hasher = hasher or BlockHasher()

@@ -2,8 +2,8 @@
 
 A `TierManager` stores KV blocks under their hashes and evicts the least recently used ones. Whatever has to be moved is
 appended to the list of the step's transfers, in the order decided; the worker half of each tier
-(`worker/transfers.py`) moves the bytes. A tier in another process or machine would be one more class on either side and
-a member of `Tier` (docs/tour.md). When blocks are stored and loaded is decided in `manager`.
+(`worker/transfers.py`) moves the bytes. What a tier in another process or machine would need is in docs/tour.md. When
+blocks are stored and loaded is decided in `manager`.
 """
 
 from __future__ import annotations

@@ -169,10 +169,10 @@ class BlockTransfers:
         self._caches = kv_caches
         self._host = backend.host_blocks(self._caches, num_host_blocks)
         self._offload = offload
-        self._leaves_device = num_host_blocks > 0 or store is not None
         self._tiers: dict[Tier, WorkerTier] = {}
         if store is not None:
             self._tiers[Tier.DISK] = DiskTierWorker(store, self._host)
+        self._leaves_device = num_host_blocks > 0 or bool(self._tiers)
         self._tiers[Tier.HOST] = HostTierWorker(self._host)
 
     def apply(self, plan: SchedulerOutput) -> dict[int, bool]:
