@@ -52,7 +52,7 @@ def test_every_error_is_the_same_after_it_crossed_a_process_boundary() -> None:
         assert type(again) is kind
         assert (str(again), again.message) == (str(error), error.message)
         assert (again.param, again.code) == ("seeds", "of_its_own")
-        assert data.refused == issubclass(kind, RequestError)
+        assert data.refused == issubclass(kind, RequestError | errors.EngineAsleepError)
 
 
 def test_an_error_defined_elsewhere_crosses_as_its_nearest_base() -> None:
