@@ -241,6 +241,16 @@ def test_a_load_from_disk_holds_up_nobody_else(classic, request_of):
     assert (r.first["b"].num_cached_tokens, r.scheduler.stats().disk_cache_hits) == (16, 12)
 
 
+def test_a_step_waits_for_a_single_load_if_there_is_nothing_else_to_do(run, request_of):
+    r = run(num_blocks=5, num_disk_slots=50)
+    for name, prompt in (("a", [1, 2, 3, 4]), ("filler", 19), ("b", [1, 2, 3, 4, 9])):
+        r.worker.load_delay = 3
+        r.add(request_of(name, prompt, 1))
+        r.finish()
+    assert r.first["b"].num_cached_tokens == r.scheduler.stats().disk_cache_hits == 4
+    assert [plan.wait_for_loads for plan in r.plans].count(True) == 1
+
+
 def test_nothing_is_stored_on_a_full_disk_and_what_was_not_stored_is_not_looked_for(run, request_of):
     r = run(num_blocks=6, num_disk_slots=50)
     hits = []
