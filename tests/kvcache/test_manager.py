@@ -53,6 +53,17 @@ def test_a_block_is_added_only_when_the_last_one_is_full():
     assert transfers(kv) == []
 
 
+def test_blocks_that_a_hit_needs_do_not_count_as_freed():
+    kv = manager()
+    a, b = Sequence("a", list(range(10))), Sequence("b", [*range(8), 99])
+    start(kv, a)
+    hit = kv.find_prefix(b)
+    assert len(hit.tables[0]) == 2
+    assert (kv.num_blocks_freed([a]), kv.num_blocks_freed([a], hit)) == (3, 1)
+    start(kv, b)
+    assert (kv.num_blocks_freed([a]), kv.num_blocks_freed([b]), kv.num_blocks_freed([a, b])) == (1, 1, 4)
+
+
 def test_an_allocation_names_the_blocks_that_were_appended():
     kv = manager()
     a, b = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
