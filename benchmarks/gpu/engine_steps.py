@@ -6,15 +6,18 @@ ignored. A step's time is the wall time of many steps divided by their number, s
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure import Limits, synchronize
+import torch
+from measure import Limits, on_gpu, synchronize
 from report import Table
 from shapes import shape_of, work_of, write_config
 
@@ -194,17 +197,27 @@ def measure_engine(
     )
     prefills = Table("Prompts", ("model", "prompts", "tokens each", "ms", "model FLOPs utilization"))
     speeds = Table("Throughput", ("model", "requests at once", "in", "out", "output tokens/s"))
+    failed = Table("Failures", ("model", "how"))
+    tables = [decodes, prefills, speeds, failed]
     for scenario in SCENARIOS:
         if only not in scenario.name:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(_small(scenario) if small else scenario, Path(folder), small=small)
-            try:
-                _measure(bench, scenario if not small else _small(scenario), limits, (decodes, prefills, speeds))
-            finally:
-                bench.close()
-        keep([decodes, prefills, speeds])
-    return [decodes, prefills, speeds]
+        try:
+            for _ in _measure(_small(scenario) if small else scenario, limits, tables, small=small):
+                keep(tables)
+        except Exception as error:  # boundary: one scenario that fails must not hide the others
+            traceback.print_exc()
+            failed.add(scenario.name, f"failed: {type(error).__name__}: {str(error)[:200]}".replace("|", "/"))
+            keep(tables)
+        _free()
+    return tables
+
+
+def _free() -> None:
+    """Give back what an engine has left; one that failed is held by cycles of its error."""
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
 
 
 def _small(scenario: Scenario) -> Scenario:
@@ -219,8 +232,18 @@ def _small(scenario: Scenario) -> Scenario:
     )
 
 
-def _measure(bench: Bench, scenario: Scenario, limits: Limits, tables: tuple[Table, Table, Table]) -> None:
-    decodes, prefills, speeds = tables
+def _measure(scenario: Scenario, limits: Limits, tables: Sequence[Table], *, small: bool) -> Iterator[None]:
+    """Add to the tables of decodes, prompts and throughput; yield after each row."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(scenario, Path(folder), small=small)
+        try:
+            yield from _rows(bench, scenario, limits, tables)
+        finally:
+            bench.close()
+
+
+def _rows(bench: Bench, scenario: Scenario, limits: Limits, tables: Sequence[Table]) -> Iterator[None]:
+    decodes, prefills, speeds, *_ = tables
     work = bench.work
     for one in scenario.decodes:
         elapsed, context, gap = bench.decode_seconds(one.batch, one.context)
@@ -245,6 +268,7 @@ def _measure(bench: Bench, scenario: Scenario, limits: Limits, tables: tuple[Tab
             roofline_seconds=least,
             load_seconds=bench.load_seconds,
         )
+        yield
     for one in scenario.prefills:
         elapsed = bench.prefill_seconds(one.prompts, one.length)
         pairs = one.length * (one.length + 1) / 2
@@ -262,6 +286,8 @@ def _measure(bench: Bench, scenario: Scenario, limits: Limits, tables: tuple[Tab
             seconds=elapsed,
             utilization=used,
         )
+        yield
     if scenario.throughput is not None:
         speed = bench.tokens_per_second(*scenario.throughput)
         speeds.add(scenario.name, *(str(number) for number in scenario.throughput), f"{speed:.0f}")
+        yield
