@@ -328,7 +328,7 @@ async def main():
         client.spawn()
     compiler = GrammarCompiler()
     await asyncio.to_thread(compiler.compile, StructuredOutputJob(StructuredOutputParams(regex="a+")))
-    print(client.process.pid, compiler._idle[0]._process.pid, flush=True)
+    print(client.process.pid, compiler._workers._idle[0].pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """

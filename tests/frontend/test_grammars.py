@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from quire.errors import OverloadedError, RequestError
-from quire.frontend.grammars import MAX_PROCESSES, GrammarCompiler, StructuredOutputJob
+from quire.frontend.grammars import GrammarCompiler, StructuredOutputJob
+from quire.frontend.worker_process import MAX_PROCESSES
 from quire.structured_outputs import StructuredOutputParams
 from tests.helpers.errors import refused
 from tests.helpers.grammars import accepts
@@ -86,13 +87,13 @@ def test_a_process_that_is_killed_at_its_job_costs_no_request() -> None:
     compiler = GrammarCompiler(timeout=30.0)
     try:
         compiler.compile(job(regex="a"))
-        [process] = compiler._idle
-        child = psutil.Process(process._process.pid)
+        [worker] = compiler._workers._idle
+        child = psutil.Process(worker.pid)
         child.suspend()
         answers: list[str | None] = []
         thread = threading.Thread(target=lambda: answers.append(compiler.compile(job(regex="killed"))))
         thread.start()
-        while compiler._idle:  # until the process was given the job
+        while compiler._workers._idle:  # until the process was given the job
             pass
         child.kill()
         thread.join()
@@ -138,10 +139,10 @@ def test_who_waits_too_long_for_a_compiler_is_told_to_come_back() -> None:
     compiler = GrammarCompiler(queue_timeout=0.0)
     try:
         for _ in range(MAX_PROCESSES):  # as if that many were at work
-            assert compiler._slots.acquire(timeout=0)
+            assert compiler._workers._slots.acquire(timeout=0)
         with pytest.raises(OverloadedError, match="try again"):
             compiler.compile(job(regex="a"))
-        compiler._slots.release()
+        compiler._workers._slots.release()
         assert compiler.compile(job(regex="a")) is not None
     finally:
         compiler.close()

@@ -4,7 +4,7 @@ A grammar that takes longer than `TIMEOUT` seconds costs a process and its own r
 too, are cached up to a number of bytes, except timeouts: next time the machine may be less busy. The same job requested
 twice at a time is compiled once.
 
-A child (`main`) takes jobs, as JSON, from a connection and sends results, as msgpack. It compiles with the same code,
+A child (`main`) of a `WorkerPool` takes jobs, as JSON, and gives results, as msgpack. It compiles with the same code,
 within the same limits, that the engine will use.
 """
 
@@ -12,32 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import msgspec
 
-from quire import logs
-from quire.child_process import start_module
-from quire.errors import ErrorData, OverloadedError, QuireError, RequestError
+from quire.errors import ErrorData, RequestError
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
+from quire.frontend.worker_process import QUEUE_TIMEOUT, JobKilledError, WorkerPool, serve
 from quire.structured_outputs import StructuredOutputParams
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = 2.0  # seconds for one job
-START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
-MAX_PROCESSES = 2
-QUEUE_TIMEOUT = 8.0  # seconds that a job waits for one of them
 CACHE_BYTES = 16 << 20
-MEMORY = 1 << 30  # bytes of address space of a child; about 200 MiB of it are the interpreter and its libraries
 
 
 class StructuredOutputJob(msgspec.Struct, tag=True, frozen=True):
@@ -90,14 +80,11 @@ class GrammarCompiler:
         self, timeout: float = TIMEOUT, cache_bytes: int = CACHE_BYTES, queue_timeout: float = QUEUE_TIMEOUT
     ) -> None:
         self._timeout = timeout
-        self._queue_timeout = queue_timeout
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._results: OrderedDict[bytes, Future[CompileResult]] = OrderedDict()  # cached, or under way
         self._cached_bytes = 0
-        self._idle: list[_Process] = []
-        self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
-        self._closed = False
+        self._workers = WorkerPool(__name__, "grammars", queue_timeout=queue_timeout)
 
     def is_cached(self, job: Job) -> bool:
         """Whether the result of a job is cached."""
@@ -123,12 +110,7 @@ class GrammarCompiler:
         if not first:
             return future.result().unwrap()
         try:
-            if not self._slots.acquire(timeout=self._queue_timeout):
-                raise OverloadedError("too many grammars wait to be compiled; try again later")
-            try:
-                result = self._run(data)
-            finally:
-                self._slots.release()
+            result = self._run(data)
         except BaseException as error:
             with self._lock:
                 del self._results[key]
@@ -145,34 +127,13 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the processes."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.kill()
+        self._workers.close()
 
     def _run(self, data: bytes) -> CompileResult:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
         try:
-            if process is not None and not process.alive:
-                process.kill()
-                process = None
-            process = process or _Process()
-            try:
-                result = process.compile(data, self._timeout)
-            except _ProcessDiedError:  # by this job, or killed from outside: a second try shows which
-                process = _Process()
-                result = process.compile(data, self._timeout)
-        except (_TimeoutError, _ProcessDiedError) as error:
-            logger.warning("compiling a grammar takes %s; it was stopped", error)
+            return _decode_result(self._workers.run(data, self._timeout))
+        except JobKilledError as error:
             return CompileResult(error=_too_complex(f"compiling it takes {error}"), transient=True)
-        with self._lock:
-            if not self._closed:
-                self._idle.append(process)
-                return result
-        process.kill()
-        return result
 
     def _evict(self) -> None:
         """Drop the results that were used longest ago, as far as they are too many, but not the last one."""
@@ -181,73 +142,6 @@ class GrammarCompiler:
             if self._cached_bytes <= self._cache_bytes:
                 break
             self._cached_bytes -= self._results.pop(key).result().num_bytes
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class _TimeoutError(Exception):
-    """The process gave no result in time; the message is what the job takes too much of."""
-
-
-class _ProcessDiedError(Exception):
-    """The process ended without a result; the message is what the job takes too much of."""
-
-
-class _Process:
-    """One process that compiles."""
-
-    def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            file = theirs.fileno()
-            options = map(str, (*logs.settings().values(), file))
-            self._process = start_module(
-                "quire.frontend.grammars",
-                *options,
-                pass_fds=[file],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        try:
-            self._receive(START_TIMEOUT)
-        except (_TimeoutError, _ProcessDiedError):
-            raise QuireError("the process that compiles grammars does not start") from None
-        except BaseException:
-            self.kill()
-            raise
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can take a job."""
-        return self._process.poll() is None
-
-    def compile(self, data: bytes, timeout: float) -> CompileResult:
-        """Compile a job; a process without a result in time is killed."""
-        try:
-            self._connection.send_bytes(data)
-        except OSError:
-            self.kill()
-            raise _ProcessDiedError("too much memory") from None
-        return _decode_result(self._receive(timeout))
-
-    def _receive(self, timeout: float) -> bytes:
-        """Wait for a result, which is sent in one go."""
-        try:
-            if self._connection.poll(timeout):
-                return self._connection.recv_bytes()
-        except (EOFError, OSError):
-            self.kill()
-            # A job makes it die of nothing but its limit of memory: what goes wrong otherwise is a result.
-            raise _ProcessDiedError("too much memory") from None
-        self.kill()
-        raise _TimeoutError(f"more than {timeout:g} seconds")
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        self._process.wait()
-        self._connection.close()
 
 
 def _key(data: bytes) -> bytes:
@@ -288,19 +182,7 @@ def compile_job(job: Job) -> CompileResult:
 
 
 def main() -> None:
-    """Compile jobs until the connection is closed; an empty message says that the child is ready."""
-    import resource
-
+    """Compile jobs until the connection is closed."""
     import quire.structured.compile  # noqa: F401 - loaded before the first job, whose time is limited
 
-    logs.setup(*sys.argv[1:3], process="grammar")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    with Connection(int(sys.argv[3])) as connection:
-        connection.send_bytes(b"")
-        while True:
-            try:
-                job = connection.recv_bytes()
-            except (EOFError, OSError):
-                return
-            connection.send_bytes(_encode_result(compile_job(_decode_job(job))))
+    serve("grammar", lambda job: _encode_result(compile_job(_decode_job(job))))
