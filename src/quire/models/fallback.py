@@ -2,7 +2,8 @@
 
 Their attention uses the paged cache through transformers' interface for attention functions; linear layers and
 embedding tables are packed and computed by the backend, quantized if the config says so. Everything else is PyTorch, on
-one CPU thread: slower than `Decoder`, but correct for every model that attends causally through that interface.
+the backend's device or one CPU thread: slower than `Decoder`, but correct for every model that attends causally through
+that interface.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class TransformersForCausalLM:
         tied, head = self._pack_tables(model, torch)
         for parent, name, full, linear in named_modules(model, torch.nn.Linear):
             setattr(parent, name, head if linear is tied else self._packed(full, linear))
-        self._model = model.float()
+        # What was not packed (norms, experts, rotary frequencies) computes where the backend does.
+        self._model = model.float().to(to_torch(self.backend.zeros((1,))).device)
         prefix = model.base_model_prefix
         self._body = getattr(model, prefix)
         # The model around a body that returns its input: what transformers computes after the hidden states.
