@@ -197,6 +197,19 @@ def test_a_prompt_is_the_same_however_it_is_cut_if_so_asked() -> None:
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_convolution_is_the_same_however_it_is_cut_if_so_asked() -> None:
+    backend = GPUBackend("float32", "float32", DEVICE, batch_invariant=True)
+    x, weight, bias = (normal(*shape).to(DEVICE) for shape in ((40, 8), (4, 8), (8,)))
+    states = [torch.full((ROWS, 3, 8), math.nan, device=DEVICE) for _ in range(2)]
+    whole = backend.causal_conv(x, weight, bias, states[0], step_of([(40, 40)]).metadata)
+    parts = []
+    for start, stop in ((0, 1), (1, 2), (2, 34), (34, 35), (35, 40)):
+        metadata = step_of([(stop - start, stop)], single=stop == start + 1).metadata
+        parts.append(backend.causal_conv(x[start:stop], weight, bias, states[1], metadata))
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0, equal_nan=True)
+
+
 def test_states_are_copied_one_after_the_other() -> None:
     backend = GPUBackend("float32", "float32", DEVICE)
     for pairs in ([[0, 2], [2, 1]], [[1, 0], [2, 0], [0, 3], [3, 1]], np.zeros((0, 2))):

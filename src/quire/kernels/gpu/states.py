@@ -120,12 +120,17 @@ def delta_scan_kernel(x, state, out, batch, FORM: tl.constexpr):
     tl.store(place, matrix, mask=whole)
 
 
-def scan(x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous."""
+def scan(
+    x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor, single: bool = False
+) -> None:
+    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous. single: take the kernel for sequences of one token.
+
+    The compiler orders sums as it sees fit, in each kernel differently.
+    """
     _, heads, depth, width = state.shape
     columns = min(COLUMNS, power_of_two(width))
     shared = heads * depth // x.k.data.shape[1]
-    form = Delta(metadata.single, heads, shared, depth, width, power_of_two(depth), columns)
+    form = Delta(single, heads, shared, depth, width, power_of_two(depth), columns)
     grid = -(-width // columns), heads, metadata.seq_lens.shape[0]
     delta_scan_kernel[grid](x, state, out, sequences_of(metadata), FORM=form)
 
@@ -374,7 +379,7 @@ def conv_state_kernel(x, state, batch, channels, FORM: tl.constexpr):
     s = tl.program_id(0)
     first = tl.load(batch.starts + s)
     count = tl.load(batch.starts + s + 1) - first
-    if count <= 0:
+    if (count <= 0) | (tl.load(batch.lengths + s) <= 0):
         return
     column = tl.program_id(1) * FORM.block + tl.arange(0, FORM.block)
     inside = column < channels
@@ -425,7 +430,7 @@ class StateOps(ArrayOps):
             return out
         single = Conv(activation_id, taps, power_of_two(max(taps - 1, 1)), 1, CHANNELS)
         grid, rows, batch = (sequences, -(-channels // CHANNELS)), rows_of(x), sequences_of(metadata)
-        if metadata.single:
+        if metadata.single and not self.batch_invariant:  # it adds up in another order
             conv_single_kernel[grid](rows, weight, bias, state, out, batch, channels, FORM=single)
             return out
         form = single._replace(rows=TILE[0], block=TILE[1])
@@ -456,9 +461,11 @@ class StateOps(ArrayOps):
         out = torch.empty(v.shape, dtype=self.act, device=v.device) if out is None else out
         if v.shape[0] == 0:
             return out
-        one_by_one = metadata.single or self.batch_invariant or v.shape[0] <= FEW_TOKENS
-        compute = scan if one_by_one else advance
-        compute(delta_inputs(q, k, v, decay, beta), state, metadata, out)
+        inputs = delta_inputs(q, k, v, decay, beta)
+        if metadata.single or self.batch_invariant or v.shape[0] <= FEW_TOKENS:
+            scan(inputs, state, metadata, out, single=metadata.single and not self.batch_invariant)
+        else:
+            advance(inputs, state, metadata, out)
         return out
 
     def copy_states(self, state: torch.Tensor, pairs: np.ndarray) -> None:
