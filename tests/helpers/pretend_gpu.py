@@ -141,7 +141,8 @@ def pretend_gpu(capability: int = 90) -> Iterator[list[Resources]]:
 def run_compiling(program: str, *arguments: str) -> list[str]:
     """Run a program in a process in which Triton compiles, and return the lines that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -131,11 +131,11 @@ def test_lists_that_overflow_and_lists_that_are_made_again(monkeypatch: pytest.M
 @pytest.mark.parametrize("size", [128256, 151936])
 def test_real_vocabularies(size: int) -> None:
     rng = np.random.default_rng(size)
-    rows = 6 if DEVICE == "cpu" else 2000
+    rows = 6 if DEVICE == "cpu" else 400  # the reference takes a tenth of a second for two
     logits = np.concatenate([normal(rng, rows // 2, size), 4 * normal(rng, rows - rows // 2, size)])
     top_k, top_p = rng.choice([0, 20, 5000], rows), rng.choice([0.9, 0.999, 1.0], rows)
     got, want = both(logits, 1.0, top_k, top_p, 0.0, rng.random(rows))
-    assert (got == want).mean() >= 0.999
+    assert (got != want).sum() <= 1
 
 
 def test_values_at_the_ends_of_what_floats_are() -> None:
