@@ -23,6 +23,7 @@ from shapes import shape_of, work_of, write_config
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.messages import AbortRequests
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 
@@ -119,10 +120,19 @@ class Bench:
     def add(self, prompt_tokens: int, max_tokens: int) -> None:
         """Send a request of random tokens."""
         self._sent += 1
-        name = f"request-{self._sent}"
+        name = self._name(self._sent)
         prompt = [self._random.randrange(2, self._vocab) for _ in range(prompt_tokens)]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.core.add(EngineRequest(name, prompt, params, self.core.clock(), max_tokens))
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"request-{number}"
+
+    def abort(self) -> None:
+        """Drop what there is."""
+        self.core.abort(AbortRequests([self._name(number + 1) for number in range(self._sent)]))
+        self.drain()
 
     def step(self) -> int:
         """Run a step; return how many tokens came of it."""
@@ -154,7 +164,7 @@ class Bench:
         elapsed = (time.perf_counter() - started) * batch / (self.generated - before)
         later = self.core.scheduler.stats()
         gap = later.host_gap_seconds - earlier.host_gap_seconds
-        self.drain()
+        self.abort()  # rather than to record graphs of smaller and smaller batches
         return elapsed, context + self._warm + steps / 2, gap / max(later.step_seconds - earlier.step_seconds, 1e-9)
 
     def prefill_seconds(self, prompts: int, length: int) -> float:

@@ -17,6 +17,7 @@ from quire.kernels.gpu.graphs import end_broken_capture
 Run = Callable[[int], object]
 ROUNDS = 7  # medians are taken of so many
 ROUND_SECONDS = 0.02
+WARM_UP_SECONDS = 1.0
 MAX_LAUNCHES = 200
 GIB = 2**30
 
@@ -88,10 +89,14 @@ def _recorded(run: Run, launches: int) -> Callable[[], object]:
 
 @dataclass(slots=True)
 class Limits:
-    """What the device can do at best: bytes per second, operations per second by type, seconds of an empty launch."""
+    """What the device can do at best: bytes per second, operations per second by type, seconds of an empty launch.
+
+    bandwidth: the most of what `transfers` has, by what moves the bytes.
+    """
 
     device: str
     bandwidth: float
+    transfers: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     launch: float = 0.0
 
@@ -109,17 +114,36 @@ class Limits:
         return cls(**json.loads(file.read_text()))
 
 
-def _copy_seconds(num_bytes: int, device: str) -> float:
+def _transfers(num_bytes: int, device: str) -> dict[str, float]:
+    """Return bytes per second, read and written, of the ways in which much memory is moved."""
     source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return seconds(lambda i: target.copy_(source))
+    ways: dict[str, tuple[int, Run]] = {
+        "copying by the driver": (2, lambda i: target.copy_(source)),
+        "copying by a kernel": (2, lambda i: torch.mul(source, 2.0, out=target)),
+        "reading": (1, lambda i: source.sum()),
+        "reading by cuBLAS": (1, lambda i: source.view(-1, 8192) @ target[:8192]),
+    }
+    return {name: times * num_bytes / seconds(run) for name, (times, run) in ways.items()}
+
+
+def _warm_up(device: str) -> None:
+    """Have the device's clocks rise, which takes a while after it was idle."""
+    a = torch.randn(4096, 4096, device=device)
+    stop = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < stop:
+        torch.mm(a, a)
+        torch.cuda.synchronize()
 
 
 def measure_limits(size: int = 8192, num_bytes: int = 4 * GIB) -> Limits:
-    """Measure copies of `num_bytes` bytes and products of square matrices of random numbers."""
+    """Measure transfers of `num_bytes` bytes and products of square matrices of random numbers."""
     device = "cuda" if on_gpu() else "cpu"
     name = torch.cuda.get_device_name() if on_gpu() else "no GPU"
-    limits = Limits(name, 2 * num_bytes / _copy_seconds(num_bytes, device))
+    if on_gpu():
+        _warm_up(device)
+    transfers = _transfers(num_bytes, device)
+    limits = Limits(name, max(transfers.values()), transfers)
     work = 2.0 * size**3
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

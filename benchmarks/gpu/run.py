@@ -42,7 +42,8 @@ def run_part(part: str, args: argparse.Namespace) -> None:
 
     if part == "limits":
         table = Table(f"Limits of {limits.device}", ("what", "measured"))
-        table.add("memory, copying", f"{limits.bandwidth / 1e12:.3f} TB/s")
+        for way, rate in limits.transfers.items():
+            table.add(f"memory, {way}", f"{rate / 1e12:.3f} TB/s")
         for unit, rate in limits.flops.items():
             table.add(f"products of {unit}", f"{rate / 1e12:.0f} T/s")
         table.add("one launch in a graph", f"{limits.launch * 1e6:.2f} us")
