@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,10 @@ from tests.helpers.server import Server, serve
 
 if not find_gpus():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
+
+# Engine processes import no module from the current directory; some tests have them run fakes of this folder.
+ROOT = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), ROOT])
 
 # Images of containers often forbid bytecode files, and each process that a test starts would then compile all of Quire.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -24,7 +24,8 @@ def start_module(
 ) -> subprocess.Popen[bytes]:
     """Run `main()` of a module in a child process; what it returns is the exit code.
 
-    The child finds this package even if it is not installed. It is reaped as soon as it ends, without `wait`.
+    The child finds this package even if it is not installed, and imports nothing from the current directory, which may
+    be a model folder. It is reaped as soon as it ends, without `wait`.
 
     Args:
         arguments: `sys.argv[1:]` of the child.
@@ -37,7 +38,7 @@ def start_module(
 
     def run() -> None:
         try:
-            command = [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+            command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), module, *arguments]
             process = subprocess.Popen(command, env=environment, **options)
         except BaseException as error:  # thread boundary: it is for the caller
             started.set_exception(error)

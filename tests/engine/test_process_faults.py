@@ -175,7 +175,7 @@ def test_an_engine_that_talks_nonsense_is_ended(folder: Path, tmp_path: Path, mo
         "socket.socket(fileno=connection).sendall(b'\\0\\0\\0\\4mad!')\n"
         "time.sleep(600)\n"
     )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def scenario() -> None:
         client = ProcessClient(config_for(folder), module="mad")
@@ -340,7 +340,7 @@ def start_parent(folder: Path, *, load: bool) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", PARENT.format(folder=str(folder), module=faulty_engine.MODULE, load=load)],
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT / "src")),
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(ROOT)])),
     )
 
 
@@ -374,7 +374,7 @@ def test_parents_killed_at_any_moment_of_their_beginning_leave_no_process(folder
             process
             for process in psutil.process_iter(["cmdline"])
             if process.info["cmdline"]
-            and process.info["cmdline"][1:2] == ["-m"]
+            and process.info["cmdline"][1:3] == ["-P", "-m"]
             and str(parent) in process.info["cmdline"]
         ]
 
@@ -401,7 +401,7 @@ def test_a_child_whose_parent_is_gone_already_does_not_begin(folder: Path) -> No
     child = subprocess.run(
         [sys.executable, "-m", "quire.child_process", "1", "quire.engine.process"],
         stdin=subprocess.DEVNULL,
-        env=dict(os.environ, PYTHONPATH=str(ROOT / "src")),
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(ROOT)])),
         timeout=60,
         capture_output=True,
     )
