@@ -20,6 +20,7 @@ from quire.checkpoint.tensor import HostTensor, count_nonfinite
 from quire.errors import ModelError, echo, listed
 from quire.kernels.lora import LoRAChange
 from quire.layers.lora import LoRATarget
+from quire.lora.patterns import Pattern
 from quire.lora.peft_config import CONFIG_FILE, PeftConfig, read_peft_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -144,7 +145,7 @@ def _check_targets(
     """Check that there are tensors for all modules that the config names, and for no others."""
     selected = [name for name in targets if config.selects(name)]
     if config.targets is not None and not selected and not config.saved:
-        shown = config.targets.pattern if isinstance(config.targets, re.Pattern) else list(config.targets)
+        shown = config.targets.text if isinstance(config.targets, Pattern) else list(config.targets)
         raise ModelError(
             f"{config.path}: target_modules is {echo(shown)}, of which this model has none (expected some of "
             f"{_last_names(targets)})"

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.files import ConfigFields, read_json_object
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, first_line
+from quire.lora.patterns import Pattern
 
 CONFIG_FILE = "adapter_config.json"
-MAX_PATTERN = 2000
+MAX_NAMES = 2048  # rank_pattern and the like may name every module
+MAX_PATHS = 64  # of lists of layers
+NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of a layer, in the name of a module
 # Fields that must be absent, null, false or empty; and why.
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA rescales whole columns of the weights, which cannot be done for single rows of a batch",
@@ -53,12 +56,12 @@ class PeftConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    targets: tuple[str, ...] | re.Pattern[str] | None
-    excluded: tuple[str, ...] | re.Pattern[str] | None
+    ranks: tuple[tuple[Pattern, int], ...]
+    alphas: tuple[tuple[Pattern, float], ...]
+    targets: tuple[str, ...] | Pattern | None
+    excluded: tuple[str, ...] | Pattern | None
     layers: frozenset[int] | None
-    layers_patterns: tuple[str, ...]
+    layers_patterns: tuple[Pattern, ...]
     saved: tuple[str, ...]
     ties: bool
 
@@ -81,23 +84,23 @@ class PeftConfig:
             return None
         if not _matches(self.targets, module):
             return False
-        return isinstance(self.targets, re.Pattern) or self.layers is None or self._layer_of(module) in self.layers
+        return isinstance(self.targets, Pattern) or self.layers is None or self._layer_of(module) in self.layers
 
     def _layer_of(self, module: str) -> int | None:
-        for pattern in self.layers_patterns or (r"[^.]*",):
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module)
-            if found is not None:
-                return int(found[1])
+        for pattern in self.layers_patterns or (None,):
+            for found in NUMBER.finditer(module):
+                if pattern is None or pattern.fullmatch(module[: found.start()]):
+                    return int(found[1])
         return None
 
 
-def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+def _by_pattern(values: tuple[tuple[Pattern, Any], ...], module: str, default: Any) -> Any:
+    return next((value for pattern, value in values if pattern.fullmatch(module)), default)
 
 
-def _matches(given: tuple[str, ...] | re.Pattern[str], module: str) -> bool:
-    if isinstance(given, re.Pattern):
-        return given.fullmatch(module) is not None
+def _matches(given: tuple[str, ...] | Pattern, module: str) -> bool:
+    if isinstance(given, Pattern):
+        return given.fullmatch(module)
     return any(module == name or module.endswith(f".{name}") for name in given)
 
 
@@ -121,56 +124,58 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
             "converted to a plain one with path_initial_model_for_weight_conversion)"
         )
     rank = fields.integer("r", low=1)
-    ranks = _pattern_values(fields, "rank_pattern")
+    ranks, alphas = _by_name(fields, "rank_pattern"), _by_name(fields, "alpha_pattern")
     config = PeftConfig(
         path,
         rank,
         fields.number("lora_alpha", 8.0),
         fields.flag("use_rslora", False),
-        {key: ranks.integer(key, low=1) for key in ranks.values},
-        {key: value.number(key) for value in [_pattern_values(fields, "alpha_pattern")] for key in value.values},
+        tuple((_compiled(fields, "rank_pattern", key, ending=True), ranks.integer(key, low=1)) for key in ranks.values),
+        tuple((_compiled(fields, "alpha_pattern", key, ending=True), alphas.number(key)) for key in alphas.values),
         None if fields.values.get("target_modules") == "all-linear" else _modules(fields, "target_modules"),
         _modules(fields, "exclude_modules"),
         _layers(fields),
-        _names(fields, "layers_pattern"),
+        tuple(
+            _compiled(fields, "layers_pattern", name, ending=True)
+            for name in _names(fields, "layers_pattern", MAX_PATHS)
+        ),
         _names(fields, "modules_to_save"),
         fields.flag("ensure_weight_tying", False),
     )
     if fields.values.get("target_modules") is None:
         raise fields.error("target_modules", "a list of modules, a regular expression, or all-linear")
-    for name, number in [("r", rank), *[(f"rank_pattern.{key}", value) for key, value in config.ranks.items()]]:
+    for name, number in [("r", rank), *[(f"rank_pattern.{key}", value) for key, value in ranks.values.items()]]:
         if number > max_rank:
-            raise ModelError(f"{path}: {name} is {number} (expected at most {max_rank}, --max-lora-rank)")
+            shown = echo(name)[1:-1]
+            raise ModelError(f"{path}: {shown} is {number} (expected at most {max_rank}, --max-lora-rank)")
     return config
 
 
-def _pattern_values(fields: ConfigFields, name: str) -> ConfigFields:
+def _by_name(fields: ConfigFields, name: str) -> ConfigFields:
     inner = fields.inner(name) or ConfigFields({}, fields.path, name)
-    for key in inner.values:
-        _compiled(fields, name, key)
+    if len(inner.values) > MAX_NAMES:
+        raise fields.error(name, f"at most {MAX_NAMES} names or regular expressions")
     return inner
 
 
-def _compiled(fields: ConfigFields, name: str, text: str) -> re.Pattern[str]:
+def _compiled(fields: ConfigFields, name: str, text: str, *, ending: bool = False) -> Pattern:
     try:
-        if len(text) <= MAX_PATTERN:
-            return re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        pass
-    raise ModelError(f"{fields.path}: {name} has {echo(text)} (expected a regular expression)")
+        return Pattern(text, ending=ending)
+    except ValueError as error:
+        raise ModelError(
+            f"{fields.path}: {name} has {echo(text)} (expected a regular expression; {first_line(error)})"
+        ) from None
 
 
-def _names(fields: ConfigFields, name: str) -> tuple[str, ...]:
+def _names(fields: ConfigFields, name: str, most: int = MAX_NAMES) -> tuple[str, ...]:
     value = fields.values.get(name)
     items = [value] if isinstance(value, str) else value or []
-    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-        raise fields.error(name, "a list of names")
-    for item in items:
-        _compiled(fields, name, item)
+    if not isinstance(items, list) or len(items) > most or not all(isinstance(item, str) and item for item in items):
+        raise fields.error(name, f"a list of names, {most} at most")
     return tuple(items)
 
 
-def _modules(fields: ConfigFields, name: str) -> tuple[str, ...] | re.Pattern[str] | None:
+def _modules(fields: ConfigFields, name: str) -> tuple[str, ...] | Pattern | None:
     value = fields.values.get(name)
     if isinstance(value, str):
         return _compiled(fields, name, value)

@@ -1,0 +1,194 @@
+"""`Pattern`: a regular expression of an adapter's config, matched against the names of modules in bounded time.
+
+Python's own matching may take longer than the age of the universe, and nothing else runs in the process meanwhile. This
+one follows all alternatives at once: it computes the set of places that each part of the expression leads to (Thompson
+1968), so that its time is bounded by the sizes of expression and name. It knows what Python's expressions have but for
+references to groups, and tells whether they match, not where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+MAX_LENGTH = 2000  # of an expression
+MAX_DEPTH = 40
+NAME = re.compile(r"[\w.-]*")
+Places = frozenset[int]
+Ends = Callable[[str, int], Places]  # the places at which a match of a part ends that begins at a place
+
+_IN_CATEGORY = {
+    ops.CATEGORY_DIGIT: str.isdecimal,
+    ops.CATEGORY_SPACE: str.isspace,
+    ops.CATEGORY_WORD: lambda char: char.isalnum() or char == "_",
+}
+_NOT_IN_CATEGORY = {
+    ops.CATEGORY_NOT_DIGIT: ops.CATEGORY_DIGIT,
+    ops.CATEGORY_NOT_SPACE: ops.CATEGORY_SPACE,
+    ops.CATEGORY_NOT_WORD: ops.CATEGORY_WORD,
+}
+
+
+class Pattern:
+    """A compiled expression.
+
+    Args:
+        ending: a name matches, too, if what follows one of its dots does.
+
+    Raises:
+        ValueError: it is none, is too long, or has what is not supported.
+    """
+
+    def __init__(self, text: str, *, ending: bool = False) -> None:
+        self.text = text
+        if len(text) > MAX_LENGTH:
+            raise ValueError(f"it has more than {MAX_LENGTH} characters")
+        whole = rf"(?:.*\.)?(?:{text})" if ending else text
+        try:
+            re.compile(text)  # by itself: it may not close a group that is not its own
+            compiled = re.compile(whole)
+            parsed = _parser.parse(whole)
+            ends = _Compiler().sequence(list(parsed), parsed.state.flags)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        # Nothing in a mere name can be repeated, so that Python's own matching, which is faster, is fast.
+        self._match = compiled.fullmatch if NAME.fullmatch(text) else lambda name: len(name) in ends(name, 0)
+
+    def fullmatch(self, name: str) -> bool:
+        """Whether the whole name matches."""
+        return bool(self._match(name))
+
+
+class _Compiler:
+    """Makes functions of the parts of a parsed expression. Each remembers its results for one name at a time."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def sequence(self, parts: Sequence[tuple[Any, Any]], flags: int) -> Ends:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
+        compiled = [self._part(op, value, flags) for op, value in parts]
+        self._depth -= 1
+
+        def ends(name: str, start: int) -> Places:
+            places = frozenset([start])
+            for part in compiled:
+                places = _after(part, name, places)
+            return places
+
+        return _remembered(ends)
+
+    def _part(self, op: Any, value: Any, flags: int) -> Ends:
+        if op in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN):
+            return _one(_test(op, value, flags))
+        if op is ops.BRANCH:
+            branches = [self.sequence(list(branch), flags) for branch in value[1]]
+            return _remembered(lambda name, start: frozenset().union(*[branch(name, start) for branch in branches]))
+        if op is ops.SUBPATTERN:
+            _, added, removed, inner = value
+            return self.sequence(list(inner), (flags | added) & ~removed)
+        if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            least, most, inner = value
+            return _repeated(self.sequence(list(inner), flags), least, most)
+        if op in (ops.ASSERT, ops.ASSERT_NOT):
+            direction, inner = value
+            return self._look(self.sequence(list(inner), flags), behind=direction < 0, wanted=op is ops.ASSERT)
+        if op is ops.AT:
+            return lambda name, start: frozenset([start] if _is_at(value, name, start, flags) else [])
+        raise ValueError(f"{str(op).lower()} is not supported")
+
+    @staticmethod
+    def _look(inner: Ends, *, behind: bool, wanted: bool) -> Ends:
+        def ends(name: str, start: int) -> Places:
+            if behind:
+                found = any(start in inner(name, before) for before in range(start + 1))
+            else:
+                found = bool(inner(name, start))
+            return frozenset([start] if found == wanted else [])
+
+        return _remembered(ends)
+
+
+def _remembered(ends: Ends) -> Ends:
+    known: dict[int, Places] = {}
+    last: list[str] = []
+
+    def remembered(name: str, start: int) -> Places:
+        if last != [name]:
+            last[:] = [name]
+            known.clear()
+        if start not in known:
+            known[start] = ends(name, start)
+        return known[start]
+
+    return remembered
+
+
+def _after(part: Ends, name: str, places: Places) -> Places:
+    return frozenset().union(*[part(name, place) for place in places]) if places else places
+
+
+def _repeated(part: Ends, least: int, most: int) -> Ends:
+    """Repetitions lead only forward, or nowhere: after as many as the name has characters nothing changes any more."""
+
+    def ends(name: str, start: int) -> Places:
+        places = frozenset([start])
+        for _ in range(min(least, len(name) + 1)):
+            places = _after(part, name, places)
+        found = places
+        for _ in range(min(most - least, len(name) + 1)):
+            places = _after(part, name, places) - found
+            if not places:
+                break
+            found |= places
+        return found
+
+    return _remembered(ends)
+
+
+def _one(test: Callable[[str], bool]) -> Ends:
+    """Return a part that matches one character."""
+    return lambda name, start: frozenset([start + 1] if start < len(name) and test(name[start]) else [])
+
+
+def _test(op: Any, value: Any, flags: int) -> Callable[[str], bool]:
+    """Return whether a character matches."""
+    if op is ops.ANY:
+        return (lambda char: True) if flags & re.DOTALL else (lambda char: char != "\n")
+    wanted = op is not ops.NOT_LITERAL
+    items = value if op is ops.IN else [(ops.LITERAL, value)]
+    if items[0][0] is ops.NEGATE:
+        wanted, items = False, items[1:]
+
+    def test(char: str) -> bool:
+        spellings = {char, char.lower(), char.upper()} if flags & re.IGNORECASE else {char}
+        spellings = {each for each in spellings if len(each) == 1}
+        return any(_is_in(item, each) for each in spellings for item in items) == wanted
+
+    return test
+
+
+def _is_in(item: tuple[Any, Any], char: str) -> bool:
+    kind, value = item
+    if kind is ops.LITERAL:
+        return ord(char) == value  # type: ignore[no-any-return]
+    if kind is ops.RANGE:
+        return value[0] <= ord(char) <= value[1]  # type: ignore[no-any-return]
+    if value in _NOT_IN_CATEGORY:
+        return not _IN_CATEGORY[_NOT_IN_CATEGORY[value]](char)
+    return _IN_CATEGORY[value](char)
+
+
+def _is_at(where: Any, name: str, place: int, flags: int) -> bool:
+    if where is ops.AT_BEGINNING or where is ops.AT_BEGINNING_STRING:
+        return place == 0
+    if where is ops.AT_END or where is ops.AT_END_STRING:
+        return place == len(name)
+    word = _IN_CATEGORY[ops.CATEGORY_WORD]
+    sides = [0 <= at < len(name) and word(name[at]) for at in (place - 1, place)]
+    return (sides[0] != sides[1]) == (where is ops.AT_BOUNDARY)
