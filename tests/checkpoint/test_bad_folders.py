@@ -79,11 +79,34 @@ def test_missing_config(folder: Path) -> None:
         ("[" * 200_000, "file is nested too deeply"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "file holds a number of too many digits"),
         ('{"a": 1, "a": 2}', "file names 'a' twice"),
+        ('{"' + "k" * 999 + '": 1, "' + "k" * 999 + '": 2}', "file names '" + "k" * 199 + "... twice"),
+        ("{" + "".join(f'"{key}": 1, ' for key in range(200_000)) + '"7": 1}', "file names '7' twice"),
+        ('{"a": [' + "1," * 2**22 + "1]}", "file holds too many values (expected at most 4194304)"),
     ],
 )
 def test_config_that_is_not_json(folder: Path, text: str, words: str) -> None:
     write_config(folder, text)
     assert words in refusal(folder)
+
+
+def test_files_for_which_the_memory_does_not_suffice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "loads", fail)
+        assert refusal(folder).startswith("config.json: not enough memory to parse the ")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert refusal(folder).startswith("config.json: not enough memory to read its ")
+
+
+def test_ids_outside_the_vocabulary_are_warned_of_in_a_short_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(1000, 101_000))}))
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "eos_token_id a list of 100000 items lies outside" in caplog.text
 
 
 def test_config_that_is_not_text(folder: Path) -> None:

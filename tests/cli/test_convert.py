@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,15 @@ def test_a_folder_with_files_in_it_is_left_alone(
     assert "is the model's own folder" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "other")]) == 2
     assert "is packed already" in capsys.readouterr().err
+
+
+def test_a_folder_does_not_fill_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    write_plain(source)
+    sparse = source / "special_tokens_map.json"
+    sparse.touch()
+    os.truncate(sparse, 2**33)
+    assert main(["convert", str(source), str(out), "--skip-tokenizer-init"]) == 2
+    assert "take 8589934592 bytes (expected at most 1073741824)" in capsys.readouterr().err
+    assert not (out / sparse.name).exists()

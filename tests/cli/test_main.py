@@ -183,3 +183,36 @@ def test_every_command_explains_itself_and_refuses_unknown_flags(quire, capsys, 
     assert f"usage: quire {name}" in capsys.readouterr().out
     result = quire(name, "--no-such-flag")
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(monkeypatch, capsys):
+    def fail(words: list[str]) -> int:
+        raise ModelError("a\nb \x1b[31m \u2028 " + "x" * 10_000)
+
+    monkeypatch.setattr(cli_main, "_run", fail)
+    assert cli_main.main([]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: a b \\x1b[31m \\u2028 xxx") and line.endswith("x...\n")
+    assert len(line) < 5000 and line.count("\n") == 1
+
+
+CODE = "open({mark!r}, 'w').close()"
+
+
+@pytest.mark.parametrize("module", ["quire", "quire.child_process"])
+def test_modules_of_the_current_directory_are_not_imported(tmp_path, module):
+    """It may be the model's folder."""
+    mark = tmp_path / "EXECUTED"
+    for name in ("json", "numpy", "tokenizers", "msgspec", "logging", "argparse"):
+        (tmp_path / f"{name}.py").write_text(CODE.format(mark=str(mark)))
+    if module == "quire":
+        command = [sys.executable, "-m", module, "generate", "--model", ".", "--prompt", "x"]
+    else:
+        start = "from quire.child_process import start_module; start_module('quire.engine.process', stdin=-3).wait()"
+        command = [sys.executable, "-P", "-c", start]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert not mark.exists()
+    if module == "quire":
+        assert done.returncode == 2 and "config.json is missing" in done.stderr
+    else:
+        assert "JSONDecodeError" in done.stderr  # it was started, with no options

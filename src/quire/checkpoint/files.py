@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 from quire.errors import ModelError, echo
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_VALUES = 2**22  # of one file: several times those of the largest vocabularies; as objects they take a gigabyte
 
 
 def regular_file_size(path: Path) -> int:
@@ -32,6 +34,14 @@ def regular_file_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path}: is not a regular file (expected a file, got a pipe, socket, or device)")
     return status.st_size
+
+
+def check_size(path: Path, most: int) -> int:
+    """Return the size in bytes; raise if it is more than `most`, and as `regular_file_size`."""
+    size = regular_file_size(path)
+    if size > most:
+        raise ModelError(f"{path}: file too large (expected at most {most} bytes, got {size})")
+    return size
 
 
 def unreadable(path: Path, error: OSError) -> ModelError:
@@ -61,13 +71,13 @@ def read_text(path: Path, most: int) -> str:
 
 
 def _read(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    size = regular_file_size(path)
-    if size > most:
-        raise ModelError(f"{path}: file too large (expected at most {most} bytes, got {size})")
+    size = check_size(path, most)
     try:
         return path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from None
+    except MemoryError:
+        raise ModelError(f"{path}: not enough memory to read its {size} bytes") from None
 
 
 def parse_json_object(data: bytes, path: Path, part: str) -> dict[str, Any]:
@@ -79,11 +89,12 @@ def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            double = next(key for key in found if keys.count(key) > 1)
-            raise ModelError(f"{path}: {part} names {double!r} twice (expected each name once)")
+            double = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ModelError(f"{path}: {part} names {echo(double)} twice (expected each name once)")
         return found
 
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        raise ModelError(f"{path}: {part} holds too many values (expected at most {MAX_VALUES})")
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
@@ -97,6 +108,8 @@ def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
         raise ModelError(f"{path}: {part} holds a number of too many digits") from None
     except RecursionError:
         raise ModelError(f"{path}: {part} is nested too deeply") from None
+    except MemoryError:
+        raise ModelError(f"{path}: not enough memory to parse the {len(data)} bytes of the {part}") from None
     if not isinstance(value, kind):
         expected = "a JSON object" if kind is dict else "a JSON list"
         raise ModelError(f"{path}: {part} holds a {type(value).__name__} (expected {expected})")

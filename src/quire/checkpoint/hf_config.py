@@ -356,7 +356,9 @@ def _token_ids(fields: ConfigFields, key: str, vocab_size: int) -> list[int]:
         raise fields.error(key, "a token id or a list of token ids")
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if any(token != -1 for token in outside):
-        logger.warning("%s: %s %s lies outside the vocabulary of %d; ignored", fields.path, key, outside, vocab_size)
+        logger.warning(
+            "%s: %s %s lies outside the vocabulary of %d; ignored", fields.path, key, echo(outside), vocab_size
+        )
     return [token for token in ids if 0 <= token < vocab_size]
 
 

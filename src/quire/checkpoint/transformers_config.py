@@ -6,8 +6,9 @@ transformers and PyTorch are imported only when such a model is opened.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,20 @@ def supports(config: Mapping[str, Any]) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def refusals(path: Path, problem: str) -> Iterator[None]:
+    """Turn what transformers, and what it calls, raises of a model into a `ModelError` that names path and problem.
+
+    Those errors have no base in common.
+    """
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:  # boundary: code that is not ours, about files that are not ours either
+        raise ModelError(f"{path}: {problem}: {first_line(error)}") from None
+
+
 def transformers_config(folder: Path, config: Mapping[str, Any], *, generates: bool = True) -> Any:
     """Return transformers' configuration object for `config`, what config.json says.
 
@@ -55,12 +70,10 @@ def transformers_config(folder: Path, config: Mapping[str, Any], *, generates: b
     import transformers
 
     version, model_type = transformers.__version__, config.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise ModelError(f"{path}: model_type {echo(model_type)} is not known to transformers {version}")
-    try:
+    with refusals(path, f"transformers {version} cannot read it"):
         found = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: transformers {version} cannot read it: {first_line(error)}") from None
     if generates and type(found) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{path}: model_type {echo(model_type)}: transformers {version} has no causal language model of it"

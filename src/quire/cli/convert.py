@@ -49,6 +49,7 @@ COPIED = (
     "sentence_*_config.json",
     "[0-9]_*/*",
 )
+MAX_COPIED_BYTES = 2**30
 STORED = ("quantization_config", "compression_config", "quire_packed")  # keys of config.json about weights
 
 
@@ -182,12 +183,20 @@ def _write_config(info: ModelInfo, out: Path, model: ModelConfig, extra: Mapping
         if not model.skip_tokenizer_init:
             _write_tokenizer(info.path, out)
         return
-    for pattern in COPIED:
-        for path in info.path.glob(pattern):
-            if path.is_file():
-                target = out / path.relative_to(info.path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+    found = [path for pattern in COPIED for path in info.path.glob(pattern) if path.is_file()]
+    size = sum(path.stat().st_size for path in found)
+    if size > MAX_COPIED_BYTES:
+        raise ModelError(
+            f"{info.path}: the files beside the weights, such as the tokenizer's, take {size} bytes (expected at most "
+            f"{MAX_COPIED_BYTES})"
+        )
+    for path in found:
+        target = out / path.relative_to(info.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(path, target)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be copied to {target} ({error.strerror or error})") from None
 
 
 def _write_tokenizer(path: Path, out: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from quire.cli.flags import Parser, add_debug_flag, printable
 from quire.errors import ConfigError, QuireError
+from quire.logs import escape
 from quire.options import nearest
 from quire.version import __version__
 
@@ -32,6 +33,7 @@ COMMANDS = {
     "simulate": ("quire.cli.simulate", "replay a trace against the scheduler in virtual time"),
 }
 INTERRUPTED = 130
+MAX_LINE = 4096  # characters of an error
 BROKEN_PIPE = 141
 
 
@@ -85,7 +87,8 @@ def _build_parser(chosen: str | None) -> Parser:
 def _report(error: Exception, message: str, exit_code: int, words: list[str]) -> int:
     if "--debug" in words:
         traceback.print_exception(error, file=sys.stderr)
-    print("error: " + " ".join(message.splitlines()), file=sys.stderr)
+    line = escape(" ".join(message.split("\n")))
+    print("error: " + (line if len(line) <= MAX_LINE else line[:MAX_LINE] + "..."), file=sys.stderr)
     return exit_code
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pickled import host_tensor
 from quire.checkpoint.tensor import meta_tensor
-from quire.checkpoint.transformers_config import transformers_config
+from quire.checkpoint.transformers_config import refusals, transformers_config
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights
-from quire.errors import ConfigError, ModelError, echo, first_line
+from quire.errors import ConfigError, ModelError, echo
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.attention import take_rows
 from quire.layers.builder import Builder, share_of, span_of
@@ -70,13 +70,10 @@ class TransformersForCausalLM:
         import torch
         import transformers
 
-        with torch.device("meta"):
-            try:
-                model = transformers.AutoModelForCausalLM.from_config(
-                    self._config, attn_implementation=self._name, trust_remote_code=False
-                )
-            except (ValueError, ImportError, KeyError) as error:
-                raise ModelError(f"{self.info.path}: transformers cannot build it: {echo(str(error))}") from None
+        with torch.device("meta"), refusals(self.info.path, "transformers cannot build it"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                self._config, attn_implementation=self._name, trust_remote_code=False
+            )
         if not model._supports_attention_backend:
             raise ModelError(
                 f"{self.info.path}: {type(model).__name__} of transformers does not take attention functions from "
@@ -108,7 +105,7 @@ class TransformersForCausalLM:
         if dummy:
             model = auto.from_config(self._config, attn_implementation=self._name, dtype=torch.bfloat16)
         else:
-            try:
+            with refusals(self.info.path, "transformers cannot load it"):
                 model = auto.from_pretrained(
                     self.info.path,
                     config=self._config,
@@ -118,8 +115,6 @@ class TransformersForCausalLM:
                     local_files_only=True,
                     trust_remote_code=False,
                 )
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ModelError(f"{self.info.path}: {first_line(error)}") from None
         model = model.eval()
         tied, head = self._pack_tables(model, torch)
         for parent, name, full, linear in named_modules(model, torch.nn.Linear):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.files import read_json_object, read_text, regular_file_size
+from quire.checkpoint.files import MAX_JSON_BYTES, check_size, read_json_object, read_text
 from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError
 from quire.tokenizer.gguf import MAX_TEMPLATE_BYTES, build, read_gguf_tokenizer
@@ -73,7 +73,7 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
-    regular_file_size(path)
+    check_size(path, MAX_JSON_BYTES)
     return build(lambda: tokenizers.Tokenizer.from_file(str(path)), f"{path}: not a tokenizer this version can read")
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from quire.checkpoint.files import read_json_object
 from quire.checkpoint.hf_config import CONFIG_FILE, ModelInfo, merged
 from quire.checkpoint.open import open_weights
-from quire.checkpoint.transformers_config import is_installed, transformers_config
-from quire.errors import ConfigError, ModelError, echo
+from quire.checkpoint.transformers_config import is_installed, refusals, transformers_config
+from quire.errors import ConfigError
 
 _numbers = itertools.count()
 
@@ -70,7 +70,7 @@ class Oracle:
         source = self._info.path if self._weights is None else None
         # An automatic class looks at the folder; the model's own takes weights alone.
         kind = self._class() if source is not None else self._class()._model_mapping[type(self._config)]
-        try:
+        with refusals(self._info.path, "transformers cannot load it"):
             model = kind.from_pretrained(
                 source,
                 config=self._config,
@@ -81,8 +81,6 @@ class Oracle:
                 trust_remote_code=False,
                 use_safetensors=True,
             )
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise ModelError(f"{self._info.path}: transformers cannot load it: {echo(str(error))}") from None
         return model.eval()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
