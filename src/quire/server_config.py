@@ -32,7 +32,13 @@ class ServerConfig:
     max_body_bytes: int = option(
         8 * 2**20, "Largest request body accepted, such as 8MiB.", low=1024, size=True, metavar="SIZE"
     )
-    timeout_keep_alive: int = option(5, "Seconds an idle connection stays open.", low=1, high=3600, metavar="SECONDS")
+    timeout_keep_alive: int = option(
+        75,
+        "Seconds an idle connection stays open; longer than a proxy in front keeps its own.",
+        low=1,
+        high=3600,
+        metavar="SECONDS",
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may continue after SIGTERM.", low=0.0, high=86400.0, metavar="SECONDS"
     )

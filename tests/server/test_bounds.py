@@ -76,6 +76,27 @@ def test_one_address_leaves_connections_to_others(make_server: MakeServer) -> No
         connection.close()
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_idle_connections_stay_while_there_is_room(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    monkeypatch.setattr(http, "CROWDED_IDLE_SECONDS", 0)
+    server = make_server(max_connections=4)
+    held = [server.connect() for _ in range(others)]
+    server.wait_until(lambda: len(server.connections) == others)
+    with server.connect() as connection:
+        connection.sendall(GET + b"\r\n")
+        read_until(connection, b'{"status":"ok"}')
+        if others == 2:
+            assert connection.recv(1) == b"", "more than half of the connections are in use"
+        else:
+            connection.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+    for connection in held:
+        connection.close()
+
+
 @pytest.mark.parametrize(
     ("address", "counted_as"),
     [

@@ -43,6 +43,7 @@ MAX_CONNECTIONS = 65536
 MIN_CONNECTIONS = 8
 PROBE_CONNECTIONS = 8  # beyond the limit of connections, for requests to `RESERVED_PATHS` only
 PROBE_SECONDS = 1.0  # for the head of such a request
+CROWDED_IDLE_SECONDS = 5  # that an idle connection may stay while more than half of the connections are in use
 RESERVED_PATHS = PROBES | {"/metrics"}
 
 
@@ -128,6 +129,10 @@ class ConnectionLimits:
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
+
+    def idle_seconds(self, most: int) -> int:
+        """Return how long a connection may be idle, `most` at best: where room gets scarce it goes to others."""
+        return min(most, CROWDED_IDLE_SECONDS) if self.num_connections > self.max_connections // 2 else most
 
     def _overload(self, message: str) -> HTTPProblem:
         now = time.monotonic()
@@ -262,6 +267,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Be ready for the next request, unless this one's answer is not read, or its body does not end."""
         ended = self._running
+        self.timeout_keep_alive = self.limits.idle_seconds(self.config.timeout_keep_alive)
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch_writes()
