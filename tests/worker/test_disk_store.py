@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -193,7 +194,20 @@ def torn_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", pwrite)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"hash_key": 5}', b'{"hash_key": "00"}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"hash_key": 5}',
+        b'{"hash_key": "00"}',
+        b"[" * 60_000,
+        b'{"format": 99}',
+        b"\0" * 99,
+    ],
+)
 def test_a_store_whose_meta_is_damaged_begins_anew(filled: Path, damage: bytes) -> None:
     path = place_of(filled, "meta")
     old_key = bytes.fromhex(json.loads(path.read_bytes())["hash_key"])
@@ -247,10 +261,34 @@ def test_a_store_serves_one_engine_at_a_time(filled: Path) -> None:
     opened(filled).close()
 
 
-def test_a_folder_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"kv_disk_dir: .*file.* cannot be used \(Not a directory\)"):
-        opened(tmp_path / "file")
+@pytest.mark.parametrize("name", ["lock", "meta", "headers", "blocks"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_what_is_no_store_cannot_be_opened_and_nothing_waits_for_it(
+    filled: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    path = place_of(filled, name)
+    path.unlink()
+    make(path)
+    with pytest.raises(OSError, match=r"directory|pipe|symbolic"):
+        opened(filled)
+    path.rmdir() if path.is_dir() else path.unlink()
+    opened(filled).close()
+
+
+@pytest.mark.parametrize("name", ["headers", "blocks", "meta"])
+def test_files_of_any_length_and_content_can_be_opened_or_are_refused_at_once(filled: Path, name: str) -> None:
+    path = place_of(filled, name)
+    for content in (b"", b"x", np.random.default_rng(0).bytes(100_000)):
+        path.write_bytes(content)
+        store = None
+        try:
+            store = opened(filled)
+            assert not holds(store, 0) or name == "blocks"
+        except OSError as error:
+            assert name == "meta" and error.errno == errno.EFBIG
+        finally:
+            if store is not None:
+                store.close()
 
 
 # Space

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.checkpoint.hf_config import load_model_info
@@ -141,6 +148,76 @@ def test_a_start_that_fails_leaves_the_store_to_the_next(
         started(folder, tmp_path)
     monkeypatch.undo()
     started(folder, tmp_path).close()
+
+
+def failing(name: str, code: int) -> Callable[..., int]:
+    real = getattr(os, name)
+
+    def call(*args: Any) -> int:
+        if isinstance(args[0], Path) and args[0].suffix == ".json":
+            return real(*args)
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def spoil(disk: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage the one store in a folder."""
+    (store,) = (path for path in disk.iterdir() if path.is_dir())
+    if how == "truncated":
+        for path in store.iterdir():
+            os.truncate(path, path.stat().st_size // 2)
+    elif how == "noise":
+        for path in [disk / "weights.json", *store.iterdir()]:
+            path.write_bytes(np.random.default_rng(1).bytes(5000))
+    elif how == "another version":
+        meta = json.loads((store / "meta").read_text())
+        (store / "meta").write_text(json.dumps({**meta, "format": 99}))
+    elif how == "folders":
+        for path in [disk / "weights.json", *store.iterdir()]:
+            path.unlink()
+            path.mkdir()
+    elif how == "pipes":
+        for path in [disk / "weights.json", *store.iterdir()]:
+            path.unlink()
+            os.mkfifo(path)
+    elif how == "a file":
+        shutil.rmtree(disk)
+        disk.touch()
+    elif how == "no space to begin":
+        shutil.rmtree(store)
+        monkeypatch.setattr(os, "mkdir", failing("mkdir", errno.ENOSPC))
+    elif how == "no permission":
+        monkeypatch.setattr("quire.worker.disk_store.os.open", failing("open", errno.EACCES))
+    else:
+        monkeypatch.setattr(os, "pwrite", failing("pwrite", errno.ENOSPC))
+
+
+STORE_DAMAGE = (
+    *("truncated", "noise", "another version", "folders", "pipes", "a file"),
+    *("no space to begin", "no permission", "no space to write"),
+)
+
+
+@pytest.mark.parametrize("how", STORE_DAMAGE)
+def test_no_damage_of_the_disk_tier_stops_a_start(
+    folder: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    worker = started(folder, disk)
+    expected = run(worker, "a", [2, 3]).logprobs["a"]
+    run(worker, transfers=[disk_store(2, 0, HEADER)])
+    worker.close()
+    spoil(disk, how, monkeypatch)
+    caplog.clear()
+    worker = started(folder, disk)
+    monkeypatch.undo()
+    assert run(worker, "a", [2, 3]).logprobs["a"] == expected
+    worker.close()
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING and "disk" in record.name]
+    about = [record.getMessage() for record in caplog.records if "kv_disk_dir" in record.getMessage()]
+    assert len(warnings) + len(about) == 1, caplog.text
+    assert not about or about[0].startswith(f"no prefixes are kept on disk: kv_disk_dir {disk} cannot be used (")
 
 
 def test_the_folder_may_begin_with_the_home_folder(

@@ -109,7 +109,7 @@ class Executor(ABC):
 
         Raises:
             MemoryError: the KV cache does not fit.
-            ConfigError: the host blocks do not, or the disk tier cannot be used.
+            ConfigError: the host blocks do not, or another engine uses the disk tier.
             ModelError: weights that `sleep` has freed cannot be read again.
         """
 

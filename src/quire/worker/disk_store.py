@@ -21,6 +21,7 @@ is worth keeping, is decided in `kvcache/tiers.py`; threads are in `disk_tier.py
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -29,6 +30,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ HEAD = struct.Struct("<8sII16s")  # magic, slot, bytes of the header, digest of 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
 ALIGNMENT = 4096
+MAX_META_BYTES = 2**16
 SCAN_BYTES = 2**20  # of headers read at once
 STORE_NAME = re.compile(r"[0-9a-f]{32}")
 STORE_FILES = ("meta", "headers", "blocks", "meta.new", "lock")  # in the order in which they are deleted
@@ -108,7 +111,7 @@ class DiskStore:
             least recently used first, are deleted until all together take no more.
 
     Raises:
-        ConfigError: another engine has the store open, the folder cannot be used, or not one block fits.
+        ConfigError: another engine has the store open, or not one block fits. OSError: the files cannot be used.
     """
 
     def __init__(self, folder: Path, geometry: StoreGeometry, num_bytes: int) -> None:
@@ -119,17 +122,12 @@ class DiskStore:
         self._failed = False
         self._warned = False
         with contextlib.ExitStack() as opened:
-            try:
-                self._open(opened)
-            except OSError as error:
-                raise ConfigError(
-                    f"kv_disk_dir: {self.folder} cannot be used ({error.strerror or error})", param="kv_disk_dir"
-                ) from error
+            self._open(opened)
+            remove_unused_stores(folder, num_bytes)
+            free = shutil.disk_usage(self.folder).free + os.fstat(self._blocks).st_blocks * 512
+            if free < self.num_slots * geometry.stride:
+                logger.warning("kv_disk_space is %d bytes, but %s has room for %d", num_bytes, folder, free)
             self._opened = opened.pop_all()
-        remove_unused_stores(folder, num_bytes)
-        free = shutil.disk_usage(self.folder).free + os.fstat(self._blocks).st_blocks * 512
-        if free < self.num_slots * geometry.stride:
-            logger.warning("kv_disk_space is %d bytes, but %s has room for %d", num_bytes, folder, free)
 
     def scan(self) -> list[tuple[int, bytes]]:
         """Return (slot, header) of every valid header; blocks are verified when they are loaded."""
@@ -237,8 +235,9 @@ class DiskStore:
                 os.truncate(file, most)
 
     def _open_file(self, name: str, opened: contextlib.ExitStack) -> int:
-        file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
         opened.callback(os.close, file)
+        _check_regular(file)
         return file
 
     def _lock(self, file: int) -> None:
@@ -258,14 +257,14 @@ class DiskStore:
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
 
     def _read_key(self) -> bytes | None:
-        """Return the key that `meta` holds, or None if there is no sound one for such blocks."""
+        """Return the key that `meta` holds, or None if there is no sound one for such blocks. Raises `OSError`."""
         path = self.folder / "meta"
         try:
-            meta = json.loads(path.read_bytes())
+            meta = json.loads(read_small_file(path, MAX_META_BYTES))
             key = bytes.fromhex(meta.pop("hash_key"))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             meta, key = None, b""
         if meta != self.geometry.fields() or len(key) != KEY_BYTES:
             logger.warning("%s is damaged; the blocks of this store are forgotten", path)
@@ -309,6 +308,21 @@ class DiskStore:
         """Warn once, then log at debug level: a failing disk has many bad blocks."""
         logger.log(logging.DEBUG if self._warned else logging.WARNING, "%s: slot %d: %s", self.folder, slot, reason)
         self._warned = True
+
+
+def read_small_file(path: Path, most: int) -> bytes:
+    """Return the content of a file. Raises `OSError`, also for one larger than `most` and for what is no file."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would wait for its other end
+        _check_regular(file.fileno())
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return data
+
+
+def _check_regular(file: int) -> None:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise OSError(errno.EINVAL, "a pipe, socket or device lies in place of a file")
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:

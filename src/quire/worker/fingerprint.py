@@ -26,12 +26,14 @@ from quire.kernels.backend import Backend
 from quire.layers.rotary import inverse_frequencies
 from quire.step import KVCacheSpec
 from quire.version import __version__
+from quire.worker.disk_store import read_small_file
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20
 CODE = ("checkpoint", "kernels", "layers", "models")  # folders of this package that decide what is computed
 DIGEST_BYTES = 32
+MAX_CACHE_BYTES = 2**24  # of the file of digests
 
 
 def fingerprint(
@@ -121,10 +123,11 @@ def _stamp(path: Path) -> list[int]:
 def _read_digests(path: Path) -> dict[str, list[Any]]:
     """Return the cached digests, without those of files that are gone; none if they cannot be read."""
     try:
-        digests = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int, int, int, str]])
-    except (OSError, msgspec.DecodeError):
+        data = read_small_file(path, MAX_CACHE_BYTES)
+        digests = msgspec.json.decode(data, type=dict[str, tuple[int, int, int, int, str]])
+    except (OSError, msgspec.DecodeError, RecursionError):
         return {}
-    return {place: list(note) for place, note in digests.items() if os.path.exists(place)}
+    return {place: list(note) for place, note in digests.items() if "\0" not in place and os.path.exists(place)}
 
 
 def _write_digests(path: Path, digests: dict[str, list[Any]]) -> None:

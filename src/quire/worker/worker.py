@@ -155,7 +155,7 @@ class Worker:
 
         Raises:
             MemoryError: the KV cache does not fit.
-            ConfigError: the host blocks do not, or the disk tier cannot be used. ModelError: the weights do not fit.
+            ConfigError: the host blocks do not, or another engine uses the disk tier. ModelError: the weights do not.
         """
         if self.model is None:
             self.model = self._load()
@@ -253,6 +253,7 @@ class Worker:
         return self._spec.groups(self._model_len)
 
     def _open_store(self) -> DiskStore | None:
+        """Open the disk tier; None if there is to be none, or its files cannot be used, which is warned of."""
         cache, model = self.config.cache, self.config.model
         if not cache.kv_disk_space:
             return None
@@ -276,7 +277,12 @@ class Worker:
             block_size=cache.block_size,
             header_nbytes=header_nbytes(cache.block_size),
         )
-        store = DiskStore(folder, geometry, cache.kv_disk_space)
+        try:
+            store = DiskStore(folder, geometry, cache.kv_disk_space)
+        except OSError as error:  # a cache that is damaged or full is no reason not to serve
+            reason = error.strerror or error
+            logger.warning("no prefixes are kept on disk: kv_disk_dir %s cannot be used (%s)", folder, reason)
+            return None
         logger.info("disk tier: %d blocks of %d bytes in %s", store.num_slots, store.block_nbytes, store.folder)
         return store
 
