@@ -9,6 +9,7 @@ writers from 64 KB on, and by the kernel's send buffer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 import socket
@@ -25,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
 from quire.server.parsing import BODY_SECONDS
 from quire.server.paths import PROBES, without_root
+from quire.server.starter import Starter
 
 logger = logging.getLogger(__name__)
 
@@ -208,14 +210,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     pipelined requests ahead: `cycle` is the request parsed last, `_running` the one that is being answered.
 
     Args:
-        limits: those of all connections. root_path: the prefix that a proxy may leave before paths.
+        limits: those of all connections. starter: starts their requests, except those to `RESERVED_PATHS`.
+        root_path: the prefix that a proxy may leave before paths.
     """
 
     parser: httptools.HttpRequestParser
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, root_path: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits, starter: Starter, root_path: str = "", **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
+        self._starter = starter
         self._root_path = root_path
         self._excess: HTTPProblem | None = None  # the error if this connection is one too many and may only probe
         self._refused = False
@@ -387,7 +393,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 scope["state"]["received_body"].release()
 
         self._running = cycle
-        super()._start_asgi_task(cycle, serve)
+        start = functools.partial(super()._start_asgi_task, cycle, serve)
+        if without_root(cycle.scope["path"], self._root_path) in RESERVED_PATHS:
+            start()
+        else:
+            self._starter.start(self.loop, start)
 
     def on_headers_complete(self) -> None:
         """End a head: what follows is the body, which has limits of its own."""

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from quire.errors import AddressInUseError, ConfigError
 from quire.server.http import BoundedHttpProtocol, ConnectionLimits, default_connections, tune_listener
+from quire.server.starter import Starter
 from quire.server_config import LONGEST_SOCKET_PATH, ServerConfig
 
 BACKLOG = 2048
@@ -129,7 +130,9 @@ def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: floa
     limits = ConnectionLimits(most, per_address, server.max_receiving_bytes)
     options = uvicorn.Config(
         app,
-        http=functools.partial(BoundedHttpProtocol, limits=limits, root_path=server.path_prefix),  # type: ignore[arg-type]
+        http=functools.partial(  # type: ignore[arg-type]
+            BoundedHttpProtocol, limits=limits, starter=Starter(), root_path=server.path_prefix
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
