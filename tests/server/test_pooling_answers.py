@@ -312,3 +312,24 @@ def test_python_says_the_same_as_http(embedder: LiveServer, ranker: LiveServer, 
         assert [output.outputs.score for output in pairs] == [item["score"] for item in scored]
         [classes] = llm.classify("a", use_tqdm=False)
         assert classes.outputs.num_classes == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"input": [0, 0, 1]}, "input[2]"),
+        ({"input": [[0], [0, 0, 1]]}, "input[1][2]"),
+        ({"input": "hello"}, "input"),
+        ({"input": ["hello", "you"]}, "input[0]"),
+        ({"input": ["hello", "you"], "add_special_tokens": False}, "input[0]"),
+        ({"input": "hello", "truncate_prompt_tokens": 5, "add_special_tokens": False}, "input"),
+    ],
+)
+def test_an_id_outside_the_vocabulary_is_named_as_it_was_sent(
+    embedder: LiveServer, given: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder.llm.processor, "vocab_size", 1)
+    answer = embedder.http.post("/v1/embeddings", json={"model": name_of(embedder), **given})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param}: token id ") and error["message"].endswith(" >= vocab 1")

@@ -43,6 +43,7 @@ from quire.frontend.chat_messages import (
 )
 from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
 from quire.frontend.context_limit import ContextLimit
+from quire.frontend.prompts import TokensOfText
 from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer
 
 MARK_DIGITS = 24
@@ -160,7 +161,7 @@ class ChatTemplate:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if limit is not None:
             limit.check_length(len(token_ids), "messages")
-        return token_ids
+        return TokensOfText(token_ids)
 
     def _chosen(self, arguments: _Arguments) -> ChatTemplate:
         """Return the template for these arguments. Raises `RequestError` if they are malformed."""

@@ -22,7 +22,7 @@ from quire.engine_request import EngineRequest, LoRARequest
 from quire.errors import ModelError, RequestError, UnsupportedError, echo
 from quire.frontend.context_limit import ContextLimit
 from quire.frontend.front_model import FrontModel
-from quire.frontend.prompts import Params, Prompt, split_prompt
+from quire.frontend.prompts import Params, Prompt, TokensOfText, split_prompt
 from quire.frontend.sequence_breakers import SequenceBreakerIndex, Spelling
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import (
@@ -104,7 +104,7 @@ class InputProcessor:
             token_ids = self._encode(content, None if keep is None else most, where, pooled)
             check_ids(token_ids, self.vocab_size, where, text=True)
         else:
-            check_ids(content, self._vocab_size(lora), where)
+            check_ids(content, self._vocab_size(lora), where, text=isinstance(content, TokensOfText))
             token_ids = list(content)
         if keep is not None:  # what is pooled keeps its beginning, what is continued its end
             token_ids = token_ids[:most] if pooled else token_ids[-keep:]

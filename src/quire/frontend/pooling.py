@@ -18,7 +18,7 @@ from quire.errors import GenerationError, RequestError, UnsupportedError
 from quire.frontend.front_model import FrontModel
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.output_processor import RequestState
-from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, request_inputs
+from quire.frontend.prompts import Prompt, RequestInput, TokensOfText, as_prompts, one_each, request_inputs
 from quire.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -118,11 +118,11 @@ def pair_input(
                 f"{param}: the pair has {len(ids)} tokens, and what the model is asked cannot be cut to {most}",
                 param="truncate_prompt_tokens",
             )
-        return RequestInput(ids, params, param)
+        return RequestInput(TokensOfText(ids), params, param)
     if instruction is not None:
         raise UnsupportedError("instruction is for models that are asked for yes or no", param="instruction")
     ids, start = tokenizer.encode_pair(query, document, most)
-    return RequestInput(ids, params.clone(token_type_start=start), param)
+    return RequestInput(TokensOfText(ids), params.clone(token_type_start=start), param)
 
 
 def _reranker_prompt(

@@ -21,6 +21,10 @@ TextParams = SamplingParams | BeamSearchParams
 Params = TextParams | PoolingParams
 
 
+class TokensOfText(list[int]):
+    """Token ids that the tokenizer has made of a text or a conversation: errors name that, not one of the ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestInput:
     """A prompt with its parameters.

@@ -371,7 +371,7 @@ async def _encode(llm: AsyncLLM, body: PoolingRequest, items: Items) -> list[lis
             check_ids(item, llm.vocab_size, where)
             ids = item
         if keep is not None:
-            ids = ids[: llm.max_model_len if keep == -1 else keep]
+            ids = type(ids)(ids[: llm.max_model_len if keep == -1 else keep])
         if len(ids) > llm.max_model_len:
             raise ContextLengthError(
                 f"{where} has {len(ids)} tokens, but the context length is {llm.max_model_len} tokens", param=where

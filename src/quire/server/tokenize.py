@@ -14,6 +14,7 @@ from quire.checks import check_unicode, wrong_type
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.input_processor import check_ids
+from quire.frontend.prompts import TokensOfText
 from quire.frontend.tools import requested_tools
 from quire.server.context import model_context
 from quire.server.json_io import json_response, large_json_response
@@ -100,9 +101,9 @@ async def encode_text(llm: AsyncLLM, text: str, add_special_tokens: bool, param:
     check_unicode(text, param)
     llm.processor.limit.check_chars(len(text), param)
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(encode) if len(text) > THREAD_SIZE else encode()
+    return TokensOfText(await asyncio.to_thread(encode) if len(text) > THREAD_SIZE else encode())
 
 
 def with_special_tokens(llm: AsyncLLM, token_ids: list[int]) -> list[int]:
     """Return ids with the tokens in front that the tokenizer puts before every text."""
-    return [*tokenizer_of(llm).encode(""), *token_ids]
+    return TokensOfText([*tokenizer_of(llm).encode(""), *token_ids])
