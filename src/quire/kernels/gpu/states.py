@@ -121,18 +121,20 @@ def delta_scan_kernel(x, state, out, batch, FORM: tl.constexpr):
 
 
 def scan(
-    x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor, single: bool = False
+    x: DeltaInputs, state: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor, *, exact: bool = False
 ) -> None:
-    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous. single: take the kernel for sequences of one token.
+    """See `Backend.gated_delta`; `out` [T, Hv*Dv] is contiguous.
 
-    The compiler orders sums as it sees fit, in each kernel differently.
+    exact: a token's bits are the same after a token of the same step as at the beginning of one. The kernel for single
+    tokens adds up in another order; and the assembler unrolls the loop and fuses products with sums here in this way,
+    there in another.
     """
     _, heads, depth, width = state.shape
     columns = min(COLUMNS, power_of_two(width))
     shared = heads * depth // x.k.data.shape[1]
-    form = Delta(single, heads, shared, depth, width, power_of_two(depth), columns)
+    form = Delta(metadata.single and not exact, heads, shared, depth, width, power_of_two(depth), columns)
     grid = -(-width // columns), heads, metadata.seq_lens.shape[0]
-    delta_scan_kernel[grid](x, state, out, sequences_of(metadata), FORM=form)
+    delta_scan_kernel[grid](x, state, out, sequences_of(metadata), FORM=form, enable_fp_fusion=not exact)
 
 
 # The gated delta rule in chunks of tokens, so that prompts are matrix products (Yang et al. 2024, section 3.3).
@@ -463,7 +465,7 @@ class StateOps(ArrayOps):
             return out
         inputs = delta_inputs(q, k, v, decay, beta)
         if metadata.single or self.batch_invariant or v.shape[0] <= FEW_TOKENS:
-            scan(inputs, state, metadata, out, single=metadata.single and not self.batch_invariant)
+            scan(inputs, state, metadata, out, exact=self.batch_invariant)
         else:
             advance(inputs, state, metadata, out)
         return out
