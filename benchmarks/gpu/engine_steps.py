@@ -29,7 +29,7 @@ from quire.sampling_params import SamplingParams
 
 STEPS, SMALL_STEPS = 48, 2  # that are timed
 WARM_STEPS, SMALL_WARM_STEPS = 12, 1  # before, in which graphs are recorded
-TAIL_STEPS, SMALL_TAIL_STEPS = 16, 3  # after, so that no sequence ends meanwhile
+TAIL_STEPS, SMALL_TAIL_STEPS = 16, 3  # after, for steps that are under way
 SMALL_TOKENS = 8  # of a step; the largest there can be is computed when an engine starts
 
 
@@ -94,7 +94,8 @@ class Bench:
         self._tail = SMALL_TAIL_STEPS if small else TAIL_STEPS
         longest = max([1, *(one.context for one in scenario.decodes), *(one.length for one in scenario.prefills)])
         most = max([1, *(one.batch for one in scenario.decodes), (scenario.throughput or (1,))[0]])
-        tokens = SMALL_TOKENS if small else 8192 if scenario.prefills else 2048
+        tokens = self._tokens = SMALL_TOKENS if small else 8192 if scenario.prefills else 2048
+        longest += max([0, *(self._lead(one.batch, one.context) for one in scenario.decodes)])
         options: dict[str, Any] = {
             "model": str(write_config(scenario.shape, folder, small=small)),
             "load_format": "dummy",
@@ -134,8 +135,13 @@ class Bench:
         self.core.abort(AbortRequests([self._name(number + 1) for number in range(self._sent)]))
         self.drain()
 
+    def _lead(self, batch: int, context: int) -> int:
+        """Return the steps of prompts at most, in which the first sequences decode beside the last ones' prompts."""
+        return -(-batch * context // (self._tokens - batch)) + 1
+
     def step(self) -> int:
         """Run a step; return how many tokens came of it."""
+        assert self.core.has_unfinished(), "all sequences have ended"
         made = sum(len(output.new_token_ids) for output in self.core.step().outputs)
         self.generated += made
         return made
@@ -149,9 +155,9 @@ class Bench:
         """Return the seconds of a step of `batch` sequences, the mean length of their contexts meanwhile, and the share
         of the time in which the device waited for the host.
         """
-        steps = self._steps
+        steps, base = self._steps, self.generated
         for _ in range(batch):
-            self.add(context, steps + self._warm + self._tail)
+            self.add(context, self._lead(batch, context) + steps + self._warm + self._tail)
         while self.core.scheduler.stats().num_waiting or self.step() < batch:
             self.step()
         for _ in range(self._warm):
@@ -165,7 +171,8 @@ class Bench:
         later = self.core.scheduler.stats()
         gap = later.host_gap_seconds - earlier.host_gap_seconds
         self.abort()  # rather than to record graphs of smaller and smaller batches
-        return elapsed, context + self._warm + steps / 2, gap / max(later.step_seconds - earlier.step_seconds, 1e-9)
+        length = context + (before - base) / batch + steps / 2
+        return elapsed, length, gap / max(later.step_seconds - earlier.step_seconds, 1e-9)
 
     def prefill_seconds(self, prompts: int, length: int) -> float:
         """Return the seconds from sending prompts to the first token of the last, the second time."""
