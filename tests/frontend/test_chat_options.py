@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -259,67 +258,6 @@ def test_chat_prompt_takes_template_and_documents() -> None:
 
 # What no template may do, and what it may.
 
-DOUBLING = (
-    "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x | length }}"
-)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        *(
-            DOUBLING.replace("BODY", body)
-            for body in (
-                "ns.x ~ ns.x",
-                "ns.x + ns.x",
-                "[ns.x, ns.x] | join",
-                "''.join([ns.x, ns.x])",
-                "'%s%s' % (ns.x, ns.x)",
-                "'%s%s' | format(ns.x, ns.x)",
-                "'{0}{0}'.format(ns.x)",
-                "'{a}{a}'.format_map({'a': ns.x})",
-                "ns.x.replace('a', ns.x)",
-                "ns.x | replace('a', ns.x)",
-                "ns.x.translate({97: ns.x})",
-                "[ns.x, ns.x] | string",
-                "[ns.x, ns.x] | tojson",
-                "ns.x * 2",
-            )
-        ),
-        "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% set ns = namespace(x=messages) %}{% for i in range(60) %}{% set ns.x = [ns.x] * 2 %}{% endfor %}{{ ns.x }}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999999999999) %}{% endfor %}",
-        "{% for m in messages * 1000 %}{% for n in messages * 1000 %}{{ n.role }}{% endfor %}{% endfor %}",
-        "{{ [1] * 9999999999 }}",
-        "{{ 'x' * 9999999999 }}",
-        "{{ 9 ** 9 ** 9 ** 9 }}",
-        "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
-        "{{ 'x' | center(9999999999) }}",
-        "{{ 'x'.center(9999999999) }}",
-        "{{ 'x'.ljust(width=9999999999) }}{{ 'x'.zfill(9999999999) }}",
-        "{{ ('\t' * 60000).expandtabs(60000) }}",
-        "{{ ('\n' * 60000) | indent(60000) }}",
-        "{{ '%9999999999d' % 5 }}",
-        "{{ '%*d' % (9999999999, 5) }}",
-        "{{ '{:9999999999}'.format(5) }}",
-        "{{ '{:{}}'.format('x', 9999999999) }}",
-        "{{ (1).to_bytes(9999999999, 'big') }}",
-        "{{ messages | tojson(indent=9999999999) }}",
-        "{{ [1] | batch(9999999999, 0) | list }}",
-        "{{ [1] | slice(9999999999) | list }}",
-        "{{ 'a b' | wordwrap(9999999999, wrapstring='x' * 60000) }}",
-        "{% set s = 'x' * 60000 %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}",
-        "{% set s = 'x' * 60000 %}{% for a in s if a in s %}{% for b in s if b == 'y' %}{% endfor %}{% endfor %}",
-        "{% set s = ('x' * 60000) ~ 'y' %}{% for i in range(999999) %}{{ 'xy' * 30000 in s }}{% endfor %}",
-    ],
-)
-def test_hostile_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.frontend.chat_bounds.MAX_STEPS", 200_000)  # the test is to be quick
-    with refused("messages"):
-        template(source).render([USER])
-
 
 @pytest.mark.parametrize(
     "source",
@@ -339,6 +277,7 @@ def test_hostile_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPa
         "{{ '{0.__class__}'.format(1) }}",
         "{{ ('{0.__class__.__mro__}' | format(1)).format(1) }}",
         "{{ self.__init__ }}{{ self._TemplateReference__context.environment.budget }}",
+        "{{ messages[0].get._function.__self__ }}{{ raise_exception._function.__globals__ }}",
         "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
         "{{ range.__self__.budget.refill() }}",
         "{% import 'os' as os %}",
@@ -351,31 +290,3 @@ def test_templates_cannot_reach_out(source: str) -> None:
     except RequestError:
         return
     assert text in ("", "{}"), "an undefined value renders as nothing"
-
-
-def test_what_ordinary_templates_do_is_far_from_the_bounds() -> None:
-    """A long conversation through a template that copies its text for each message."""
-    source = (
-        "{% set ns = namespace(text='') %}"
-        "{% for m in messages %}{% set ns.text = ns.text + m.content ~ '\n' %}{% endfor %}"
-        "{{ ns.text.replace('a', 'bb') | trim }}{{ '%-10s|%5.2f' % ('x', 1.5) }}{{ '{:>8}'.format('y') }}"
-        "{{ messages[:2] | tojson(indent=2) | length }}{{ 'z' | center(80) | length }}"
-    )
-    messages = [{"role": "user", "content": "a quick brown fox. " * 20 + "."} for _ in range(400)]
-    text = template(source).render(messages)
-    expected = "\n".join(item["content"].replace("a", "bb") for item in messages)
-    assert text == expected + "x         | 1.50       y" + f"{len(json.dumps(messages[:2], indent=2))}80"
-
-
-def test_templates_that_look_back_at_each_message_do_for_long_conversations() -> None:
-    source = (
-        "{% for m in messages %}{% for n in messages[loop.index:] %}{{ 'x' if n.role == 'x' }}{% endfor %}{% endfor %}"
-    )
-    assert template(source).render([{"role": "user", "content": ""}] * 600) == ""
-
-
-def test_templates_that_take_too_long_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(10**9))
-    monkeypatch.setattr("quire.frontend.chat_bounds.time.thread_time", lambda: float(next(ticks)))
-    with pytest.raises(RequestError, match="too long"):
-        template("{% for a in range(100000) %}{% endfor %}").render([USER])

@@ -29,6 +29,8 @@ from quire.engine.process import create_client
 from quire.engine_request import LoRARequest, ThinkingData
 from quire.errors import EngineAsleepError, EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.frontend.adapters import AdapterRegistry
+from quire.frontend.chat_bounds import MAX_TEXT
+from quire.frontend.chat_worker import MustWaitError, without_waiting
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.front_model import FrontModel, load_front_model
 from quire.frontend.grammars import GrammarCompiler
@@ -65,8 +67,9 @@ from quire.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 THREAD_CHARS = 4096
+MAX_LOOP_CHARS = 2**16  # of a rendering that is tokenized on the event loop
 TOKENIZER_THREADS = 2
-GRAMMAR_THREADS = 8  # they wait for other processes
+WAITING_THREADS = 8  # they wait for worker processes
 POOLING_WINDOW = 128  # requests of one call in flight
 POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
 YIELD_EVERY = 4
@@ -122,7 +125,7 @@ class AsyncLLM:
         self._receiver: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._grammars = GrammarCompiler()
-        self._grammar_threads: ThreadPoolExecutor | None = None
+        self._waiting_threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._stats_call = 0  # the latest one of `_refresh_stats`
@@ -449,8 +452,19 @@ class AsyncLLM:
                 truncate_prompt_tokens=truncate_prompt_tokens,
             )
 
-        size = text_size([messages, tools, documents, chat_template_kwargs], enough=THREAD_CHARS)
-        return await self._in_thread(render) if size > THREAD_CHARS or chat_template is not None else render()
+        def render_now(max_chars: int) -> list[int]:
+            with without_waiting(max_chars):
+                return render()
+
+        if chat_template is None:
+            size = text_size([messages, tools, documents, chat_template_kwargs], enough=THREAD_CHARS)
+            try:
+                if size <= THREAD_CHARS:
+                    return render_now(MAX_LOOP_CHARS)
+                return await self._in_thread(lambda: render_now(MAX_TEXT))
+            except MustWaitError:
+                pass
+        return await self._in_waiting_thread(render)
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str, lora: LoRARequest | None) -> list[int]:
         work = partial(self.processor.tokenize, prompt, params, param=param, lora=lora)
@@ -465,16 +479,18 @@ class AsyncLLM:
         job = constraints.job
         if job is None or self._grammars.is_cached(job):
             return None if job is None else self._grammars.compile(job), constraints.thinking
-        if self._grammar_threads is None:
-            self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="quire-grammar")
-        assert self._loop is not None
-        # Not the tokenizer's threads: a grammar that takes long must not delay everyone's prompts.
-        grammar = await self._loop.run_in_executor(self._grammar_threads, self._grammars.compile, job)
-        return grammar, constraints.thinking
+        return await self._in_waiting_thread(lambda: self._grammars.compile(job)), constraints.thinking
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         assert self._loop is not None
         return self._loop.run_in_executor(self._threads, work)
+
+    def _in_waiting_thread(self, work: Callable[[], T]) -> Awaitable[T]:
+        """Do what waits for a worker process: not in the tokenizer's threads, or it would delay everyone's prompts."""
+        if self._waiting_threads is None:
+            self._waiting_threads = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="quire-waiting")
+        assert self._loop is not None
+        return self._loop.run_in_executor(self._waiting_threads, work)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
@@ -555,7 +571,9 @@ class AsyncLLM:
         self._die(EngineDeadError("the engine was closed"))
         await self._client.close()
         self._grammars.close()
-        for threads in (self._threads, self._grammar_threads):
+        if self._front is not None:
+            self._front.close()
+        for threads in (self._threads, self._waiting_threads):
             if threads is not None:
                 threads.shutdown(wait=False)
 

@@ -1,8 +1,8 @@
 """Chat templates: conversations to the text, and the token ids, that a model was trained on.
 
-Templates are Jinja programs from model folders. They run sandboxed, without a loader, with bounds on their output and
-on their steps, and see nothing but plain JSON data; for well-formed input the text is the one that the Transformers
-library renders (5.x; docs/chat_templates.md has the few differences). Messages are prepared in `chat_messages`.
+Templates are Jinja programs from model folders. They run sandboxed, without a loader, within bounds (`chat_worker`),
+and see nothing but plain JSON data; for well-formed input the text is the one that the Transformers library renders
+(5.x; docs/chat_templates.md has the few differences). Messages are prepared in `chat_messages`.
 
 Control tokens in user text. What a caller writes into a message must not become a control token, or a user could end
 their own turn and begin the system's. `ChatTemplate.encode` finds out by rendering a second time, with a mark (random
@@ -41,7 +41,8 @@ from quire.frontend.chat_messages import (
     plain_data,
     prepare_message,
 )
-from quire.frontend.chat_sandbox import compile_template, render_bounded, variables_read
+from quire.frontend.chat_sandbox import TOO_COMPLEX
+from quire.frontend.chat_worker import CompiledTemplate, TemplateWorkers
 from quire.frontend.context_limit import ContextLimit
 from quire.frontend.prompts import TokensOfText
 from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer
@@ -61,6 +62,8 @@ class ChatTemplate:
             but parts joined by line breaks where the template knows none.
         default_kwargs: variables for every rendering, unless it has others of the same name.
         for_tools: the model's template for conversations with tools, if it has another one for them.
+        workers: where it is rendered if not in the front; None: it has its own.
+        from_request: whether a request brought it. Then it is never rendered in the front.
 
     Raises:
         ModelError: a syntax error; the message names file and line.
@@ -75,18 +78,21 @@ class ChatTemplate:
         content_format: str = "auto",
         default_kwargs: Mapping[str, Any] | None = None,
         for_tools: ChatTemplate | None = None,
+        workers: TemplateWorkers | None = None,
+        from_request: bool = False,
     ) -> None:
         self.source = source
         self.for_tools = for_tools or self
         self._tokenizer = tokenizer
         try:
-            self._template = compile_template(source)
+            self._template = CompiledTemplate(source, workers or TemplateWorkers(), trusted=not from_request)
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
         self._control_ids = {**tokenizer.control_tokens, **_structural(tokenizer, source)}
         self.controls = ControlTokenFinder(self._control_ids)
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
+        self._culprit = "chat_template" if from_request else "messages"
 
     def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of plain text and the ids of control tokens in a row; plain text makes no control token."""
@@ -96,14 +102,7 @@ class ChatTemplate:
         """Whether the template looks anywhere at a variable, such as "tools", "documents" or "enable_thinking"."""
         if self.for_tools is not self and name == "tools":
             return self.for_tools.reads(name)
-        return name in self._variables
-
-    @cached_property
-    def _variables(self) -> frozenset[str]:
-        try:
-            return variables_read(self.source)
-        except (TemplateSyntaxError, RecursionError):  # it did compile, so it is at the edge of what can be parsed
-            raise RequestError("the chat template is nested too deep", param="chat_template") from None
+        return name in self._template.variables
 
     def render(
         self,
@@ -189,7 +188,9 @@ class ChatTemplate:
 
         try:
             marked = self._render(arguments, lambda text: controls.mark_beginnings(text, mark), marked=True)
-        except RequestError:
+        except RequestError as error:
+            if error.code == TOO_COMPLEX:
+                raise
             marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
         genuine = controls.ids(marked)
         known = set(self._control_ids.values())
@@ -249,13 +250,20 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_bounded(self._template, context)
+        try:
+            return self._template.render(context)
+        except RequestError as error:
+            if error.code == TOO_COMPLEX:
+                error.param = self._culprit
+            raise
 
     def _try(self, messages: list[dict[str, Any]]) -> str | None:
         """Render a small conversation; None if the template fails on it."""
         try:
             return self._render_plain(messages)
-        except RequestError:
+        except RequestError as error:
+            if error.code == TOO_COMPLEX:  # it would be so again, and each time costs seconds
+                raise
             return None
 
 
@@ -303,12 +311,22 @@ class RequestTemplates:
     """Templates that requests bring, compiled; the last few are kept. Safe to use from several threads.
 
     Args:
-        content_format, default_kwargs: as for `ChatTemplate`.
+        content_format, default_kwargs, workers: as for `ChatTemplate`.
     """
 
-    def __init__(self, content_format: str = "auto", default_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        content_format: str = "auto",
+        default_kwargs: Mapping[str, Any] | None = None,
+        workers: TemplateWorkers | None = None,
+    ) -> None:
         make = partial(
-            ChatTemplate, origin="this request", content_format=content_format, default_kwargs=default_kwargs
+            ChatTemplate,
+            origin="this request",
+            content_format=content_format,
+            default_kwargs=default_kwargs,
+            workers=workers or TemplateWorkers(),
+            from_request=True,
         )
         self._compile = lru_cache(REQUEST_TEMPLATES)(make)
 

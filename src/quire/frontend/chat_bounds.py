@@ -1,65 +1,62 @@
-"""How much a chat template may do: a budget of steps, characters and processor time, and what operations cost.
+"""How much a chat template may do in the front: processor time, and characters of the texts that it makes.
 
-Everything that could make something much larger than what it is made of is priced before it is done. What is not
-priced is linear in its input, which the budget has bounded, and the clock ends what does too much of that.
+Whatever could make something much larger than what it is made of is priced before it is done. All else that the core
+(`chat_core`) has is linear in its input. A rendering that would need more is not refused; it goes to a worker process.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from types import NoneType
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Undefined
 
-MAX_OUTPUT_CHARS = 2**24
-MAX_MADE_CHARS = 2**28  # over a whole rendering; templates that add to a text message by message copy it each time
-MAX_STEPS = 4_000_000  # some templates look back over the conversation at each message: 2000 messages must do
-MAX_SECONDS = 5.0  # of this thread's processor time
-MAX_REPEAT = 2**16
-MAX_WIDTH = 4096
+FRONT_SECONDS = 0.05  # of this thread's processor time
+MAX_TEXT = 2**20  # characters of one text
+MAX_MADE_CHARS = 2**24  # of all; templates that add to a text message by message copy it each time
+MAX_DEPTH = 100  # of lists in lists
 MAX_INT_BITS = 2**12
-STEPS_PER_LOOK = 64
-WIDE_FIELD = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^{}]*\{")  # wide as written, or as wide as an argument says
-PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
+MAX_REPEAT = 2**12
+ITEM_CHARS = 8  # what an item of a list costs, in characters
+STEPS_PER_LOOK = 16
+CHARS_PER_STEP = 64
 
 
-class TemplateRefusalError(TemplateError):
-    """A template refuses the conversation, by `raise_exception`, or does more than it may."""
+class BeyondCoreError(Exception):
+    """A rendering does more than it may in the front, or something that the core does not have."""
 
 
 class Budget(threading.local):
-    """What is left for the rendering that runs in this thread."""
+    """What is left for the rendering that runs in this thread. There is nothing outside a rendering."""
 
-    steps = 0
     chars = 0
+    steps = 0  # until the next look at the clock
     deadline = 0.0
-    next_look = 0
 
-    def refill(self) -> None:
+    def refill(self, seconds: float) -> None:
         """Begin a rendering."""
-        self.steps = MAX_STEPS
         self.chars = MAX_MADE_CHARS
-        self.next_look = MAX_STEPS
-        self.deadline = time.thread_time() + MAX_SECONDS
+        self.steps = 0
+        self.deadline = time.thread_time() + seconds
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps off; raise `TemplateRefusalError` when none, or no time, is left."""
+        """Take steps; raise `BeyondCoreError` when no time is left."""
         self.steps -= steps
-        if self.steps < 0:
-            raise TemplateRefusalError("the chat template takes too many steps for this conversation")
-        if self.steps <= self.next_look:
-            self.next_look = self.steps - STEPS_PER_LOOK
+        if self.steps <= 0:
+            self.steps = STEPS_PER_LOOK
             if time.thread_time() > self.deadline:
-                raise TemplateRefusalError("the chat template takes too long for this conversation")
+                raise BeyondCoreError
 
     def make(self, chars: int) -> None:
-        """Take the characters of a text off that is about to be made."""
+        """Take the characters of a text off that is about to be made, and the time to make it."""
         self.chars -= chars
-        if chars > MAX_OUTPUT_CHARS or self.chars < 0:
-            raise TemplateRefusalError("the chat template makes a text that is too long")
+        if chars > MAX_TEXT or self.chars < 0:
+            raise BeyondCoreError
+        if chars > CHARS_PER_STEP:
+            self.spend(chars // CHARS_PER_STEP)
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield from a collection at the price of a step each."""
@@ -67,80 +64,52 @@ class Budget(threading.local):
             self.spend()
             yield item
 
-    def weigh(self, value: Any) -> None:
-        """Pay for the text of a value, in which one long text may stand many times."""
+    def read(self, value: Any) -> Any:
+        """Return a value that is about to be read once, paid for; what is in a list is not looked at."""
+        if isinstance(value, str | list | tuple | dict) and len(value) > CHARS_PER_STEP:
+            if len(value) > MAX_TEXT:
+                raise BeyondCoreError
+            self.spend(len(value) // CHARS_PER_STEP)
+        return value
+
+    def weigh(self, value: Any, depth: int = 0) -> Any:
+        """Return a value, the text of which is paid for; one long text may stand in it many times."""
         if isinstance(value, str):
             self.make(len(value))
-        elif isinstance(value, Mapping):
-            self.spend(len(value))
-            for key, item in value.items():
-                self.weigh(key)
-                self.weigh(item)
-        elif isinstance(value, list | tuple | set):
-            self.spend(len(value))
+        elif isinstance(value, dict | list | tuple):
+            if depth >= MAX_DEPTH:
+                raise BeyondCoreError
+            self.make(ITEM_CHARS * len(value))
             for item in value:
-                self.weigh(item)
+                self.spend()
+                self.weigh(item, depth + 1)
+            if isinstance(value, dict):
+                for item in value.values():
+                    self.weigh(item, depth + 1)
+        elif not isinstance(value, int | float | NoneType | Undefined):
+            raise BeyondCoreError
+        return value
 
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Price `left operator right`, for + * ** and %."""
+        """Price `left operator right`, for + * and %."""
         if operator == "+":
-            if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-                self.make(len(left) + len(right))
-        elif operator == "*":
-            self._check_product(left, right)
-        elif operator == "**":
-            if abs(right) > 64 or abs(left) > 2**32:
-                raise TemplateRefusalError("the chat template makes a number that is too large")
-        elif isinstance(left, str):
-            self.check_format(left, right)
-
-    def _check_product(self, left: Any, right: Any) -> None:
-        for first, second in ((left, right), (right, left)):
-            if isinstance(first, str | list | tuple) and isinstance(second, int):
-                if len(first) * second > MAX_REPEAT:
-                    raise TemplateRefusalError("the chat template makes a text that is too long")
-                self.make(max(0, len(first) * second))
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_INT_BITS:
-            raise TemplateRefusalError("the chat template makes a number that is too large")
-
-    def check_format(self, form: str, *values: Any) -> None:
-        """Price the filling in of values: each field may hold all of them, but none may be widened by much."""
-        if WIDE_FIELD.search(form):
-            raise TemplateRefusalError("the chat template formats a text that is too long")
-        before = self.chars
-        for value in values:
-            self.weigh(value)
-        self.make(len(form) + (form.count("%") + form.count("{")) * (before - self.chars))
-
-    def check_method(self, owner: str | bytes | int, name: str, args: tuple[Any, ...]) -> None:
-        """Price a method of a text or number that could make much out of little."""
-        if name in PADDING:
-            width = next((arg for arg in args if isinstance(arg, int)), 8)
-            self.check_width(width)
-            self.make(
-                (1 if isinstance(owner, int) else len(owner) + 1) * (width if name == "expandtabs" else 1) + width
-            )
-        elif isinstance(owner, int):
-            return
-        elif name == "replace" and len(args) > 1:
-            self.check_replace(owner, args[0], args[1])
-        elif name == "join" and args and isinstance(args[0], list | tuple):
-            self.check_join(owner, args[0])
-        elif name == "translate" and args and isinstance(args[0], Mapping):
-            longest = max((len(item) for item in args[0].values() if isinstance(item, str)), default=1)
-            self.make(len(owner) * max(1, longest))
-
-    def check_width(self, width: Any) -> None:
-        """Refuse to pad or indent by very much."""
-        if isinstance(width, int) and width > MAX_WIDTH:
-            raise TemplateRefusalError("the chat template makes a text that is too long")
+            for kind, price in ((str, 1), (list, ITEM_CHARS), (tuple, ITEM_CHARS)):
+                if isinstance(left, kind) and isinstance(right, kind):
+                    self.make((len(left) + len(right)) * price)
+        elif operator == "%":
+            if isinstance(left, str):
+                raise BeyondCoreError
+        elif isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_INT_BITS:
+                raise BeyondCoreError
+        elif not isinstance(left, float) or not isinstance(right, float):
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, str) and isinstance(times, int) and len(text) * times <= MAX_REPEAT:
+                    return
+            raise BeyondCoreError
 
     def check_replace(self, text: Any, old: Any, new: Any) -> None:
         """Price `text.replace(old, new)`."""
-        hits = text.count(old) if isinstance(old, type(text)) else 0
-        self.make(len(text) + hits * len(new if isinstance(new, type(text)) else str(new)))
-
-    def check_join(self, separator: Any, items: list[Any] | tuple[Any, ...]) -> None:
-        """Price `separator.join(items)`."""
-        self.weigh(items)
-        self.make(len(str(separator)) * len(items))
+        if not (isinstance(text, str) and isinstance(old, str) and isinstance(new, str)):
+            raise BeyondCoreError
+        self.make(len(text) + text.count(old) * len(new))

@@ -1,31 +1,36 @@
-"""The Jinja environment that chat templates run in: sandboxed, without a loader, bounded in output, steps and time.
+"""The Jinja environment that chat templates run in: sandboxed, without a loader.
 
-Filters, globals and whitespace rules are those that templates on the hub are written for. The bounds (`chat_bounds`)
-are far beyond what a conversation needs; they keep a template that goes on for ever, by mistake, over hostile input, or
-because somebody sent it, from taking the server with it.
+Filters, globals and whitespace rules are those that templates on the hub are written for. Nothing here bounds what a
+template does: `chat_core` does that for templates that may run in the front, and a worker process for all others
+(`chat_worker`). What a template prints never has the address of an object in it.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import update_wrapper
+from types import BuiltinMethodType, FunctionType, MethodType, NoneType
 from typing import Any, NoReturn
 
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.runtime import Context, str_join
+from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
+from jinja2.utils import Cycler, Joiner, Namespace
 
 from quire.errors import RequestError
-from quire.frontend.chat_bounds import MAX_OUTPUT_CHARS, Budget, TemplateRefusalError
 
 MAX_MESSAGE = 500
-COUNTED, JOINED = "_counted", "_joined"
+MAX_OUTPUT_CHARS = 2**24
+MAX_TIME_FORMAT = 256
+TOO_COMPLEX = "template_too_complex"
+ITERATORS = ("map", "select", "reject", "selectattr", "rejectattr", "items", "unique", "batch", "slice", "reverse")
+PLAIN_TYPES = frozenset({str, dict, list, int, float, bool, NoneType, Undefined})
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 _RUNTIME_ERRORS = (
     TemplateError,
@@ -35,8 +40,11 @@ _RUNTIME_ERRORS = (
     TypeError,
     ValueError,
     RecursionError,
-    MemoryError,
 )
+
+
+class TemplateRefusalError(TemplateError):
+    """A template refuses the conversation, by `raise_exception`."""
 
 
 class _Generation(Extension):
@@ -51,6 +59,50 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
+class Function:
+    """A function, a method, or anything else to be called, as templates have it: printed without an address."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._function == other._function
+
+    def __hash__(self) -> int:
+        return hash(self._function)
+
+    def __repr__(self) -> str:
+        return without_addresses(repr(self._function))
+
+    @staticmethod
+    def inside(value: Function) -> Callable[..., Any]:
+        """Return what is called; no attribute, since a template could read it."""
+        return value._function
+
+
+class _Iterator:
+    """An iterator, which is printed without an address."""
+
+    __slots__ = ("_iterator",)
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def __repr__(self) -> str:
+        return without_addresses(repr(self._iterator))
+
+
 class _Dict:
     """`dict` as templates have it: to be called, and nothing else of the class."""
 
@@ -60,6 +112,17 @@ class _Dict:
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
         """As `dict.fromkeys`."""
         return dict.fromkeys(keys, value)
+
+    def __repr__(self) -> str:
+        return "<class 'dict'>"
+
+
+class _Cycler(Cycler):
+    __repr__ = _Dict.__repr__
+
+
+class _Joiner(Joiner):
+    __repr__ = _Dict.__repr__
 
 
 class _Namespace(Namespace):
@@ -81,176 +144,103 @@ def _check_public(name: Any) -> None:
         raise SecurityError(f"a namespace must not have {name[:100]!r}: names must not begin with an underscore")
 
 
-class _Metering(NodeTransformer):
-    """Puts counters where the sandbox has no hooks: around what loops go over, and in the place of `~`."""
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, with the filters and globals of chat templates."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Count the rounds."""
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, COUNTED, [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Price the text before it is made."""
-        self.generic_visit(node)
-        parts = nodes.Tuple(node.nodes, "load", lineno=node.lineno)
-        return nodes.Filter(parts, JOINED, [], [], None, None, lineno=node.lineno)
-
-
-class _ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a budget."""
-
-    intercepted_binops = frozenset(["*", "**", "+", "%"])
-
-    def __init__(self) -> None:
-        self.budget = Budget()
+    def __init__(self, finalize: Callable[[Any], Any] | None = None) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self._finalize
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=finalize
         )
-        self._set_filters()
+        self.filters["tojson"] = tojson
+        for name in ("attr", *ITERATORS):
+            self.filters[name] = _shown_result(self.filters[name])
         del self.globals["lipsum"]
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        self.globals["range"] = self._range
+        self.globals["raise_exception"] = Function(_raise_exception)
+        self.globals["strftime_now"] = Function(_strftime_now)
+        self.globals["range"] = range
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
-
-    def _set_filters(self) -> None:
-        budget = self.budget
-
-        @pass_context
-        def counted(context: Context, items: Iterable[Any]) -> Iterable[Any]:
-            return budget.counted(items)
-
-        @pass_context
-        def joined(context: Context, parts: tuple[Any, ...]) -> str:
-            budget.weigh(parts)
-            return str_join(parts)
-
-        def tojson(
-            value: Any,
-            ensure_ascii: bool = False,
-            indent: int | None = None,
-            separators: tuple[str, str] | None = None,
-            sort_keys: bool = False,
-        ) -> str:
-            """Plain JSON: unlike Jinja's own filter, nothing is escaped for HTML."""
-            budget.weigh(value)
-            budget.check_width(indent)
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        self.filters.update({COUNTED: counted, JOINED: joined, "tojson": tojson})
-        for name in ("join", "string", "format", "replace", "center", "indent", "batch", "slice", "wordwrap"):
-            self.filters[name] = _priced(budget, name, FILTERS[name])
-
-    def _finalize(self, value: Any) -> Any:
-        """Price what is about to be printed, unless it is a text, whose length `render_bounded` sees."""
-        if isinstance(value, dict | list | tuple | set):
-            self.budget.weigh(value)
-        return value
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _Metering().visit(super()._parse(source, name, filename))
-        assert isinstance(tree, nodes.Template)
-        return tree
+        self.globals["cycler"] = _Cycler
+        self.globals["joiner"] = _Joiner
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox, at the price of a step."""
-        self.budget.spend()
-        return super().getattr(obj, attribute)
+        """As the sandbox; methods are to be called, and printed without an address."""
+        return _shown(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As the sandbox, at the price of a step."""
-        self.budget.spend()
-        return super().getitem(obj, argument)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox, at the price of a step; the odd names leave all others to the template."""
-        __self.budget.spend()
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str | bytes | int):
-            __self.budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """As the sandbox, with a price."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-        method = wrapped
-
-        def priced(*args: Any, **kwargs: Any) -> str:
-            self.budget.check_format(value.__self__, *args, *kwargs.values())
-            return method(*args, **kwargs)
-
-        return priced
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """As the sandbox, with a price."""
-        self.budget.check_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def _range(self, *args: int) -> range:
-        numbers = range(*args)
-        self.budget.spend(len(numbers))
-        return numbers
+        """As the sandbox; as for `getattr`."""
+        return _shown(super().getitem(obj, argument))
 
 
-def _priced(budget: Budget, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of Jinja's with a price put in front."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    def check(value: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        rest = (*args, *given.values())
-        if name in ("join", "string"):
-            budget.weigh(value)
-            if name == "join" and rest and isinstance(value, list | tuple):
-                budget.check_join(rest[0], value)
-        elif name == "format":
-            budget.check_format(str(value), *rest)
-        elif name == "replace":
-            budget.check_replace(str(value), *(str(item) for item in rest[:2]))
-        else:
-            for item in rest:
-                budget.check_width(item)
-            if name == "indent":
-                widest = max((item if isinstance(item, int) else len(str(item)) for item in rest), default=4)
-                budget.make(len(str(value)) + str(value).count("\n") * widest)
-
-    def priced(*args: Any, **kwargs: Any) -> Any:
-        check(args[first], args[first + 1 :], kwargs)
-        return function(*args, **kwargs)
-
-    if first:
-        priced.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
-    return priced
+def _shown(value: Any) -> Any:
+    """Return a value, or if it would be printed with its address, something in its place that is not."""
+    if type(value) in PLAIN_TYPES:
+        return value
+    if isinstance(value, Iterator):
+        return _Iterator(value)
+    if isinstance(value, BuiltinMethodType | MethodType | FunctionType) or type(value).__repr__ is object.__repr__:
+        return Function(value)
+    return value
 
 
-def compile_template(source: str) -> Template:
+def _shown_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        return _shown(function(*args, **kwargs))
+
+    return update_wrapper(shown, function)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: unlike Jinja's own filter, nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def without_addresses(text: str) -> str:
+    """Return a text about objects without the addresses that Python puts in."""
+    return _ADDRESS.sub("", text)
+
+
+def compile_template(source: str, environment: ChatEnvironment | None = None) -> Template:
     """Compile a template. Raises `jinja2.TemplateSyntaxError`."""
     try:
-        return _ChatEnvironment().from_string(source)
+        return (environment or ChatEnvironment()).from_string(source)
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
-        raise TemplateSyntaxError(f"nested too deep, or too much of something ({type(error).__name__})", 1) from None
+        raise _too_deep(error) from None
 
 
-def variables_read(source: str) -> frozenset[str]:
+def parse_template(source: str) -> nodes.Template:
+    """Parse a template. Raises `jinja2.TemplateSyntaxError`."""
+    try:
+        return ChatEnvironment().parse(source)
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+        raise _too_deep(error) from None
+
+
+def _too_deep(error: BaseException) -> TemplateSyntaxError:
+    return TemplateSyntaxError(f"nested too deep, or too much of something ({type(error).__name__})", 1)
+
+
+def variables_read(tree: nodes.Template) -> frozenset[str]:
     """Return the names that a template looks up in what it is given, wherever it does so."""
-    environment = _ChatEnvironment()
-    return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+    try:
+        return frozenset(meta.find_undeclared_variables(tree))
+    except RecursionError as error:
+        raise _too_deep(error) from None
 
 
 def render_bounded(template: Template, context: Mapping[str, Any]) -> str:
-    """Render a template from `compile_template`.
+    """Render a template from `compile_template`, up to a number of characters.
 
     Raises:
-        RequestError: the template refuses the conversation, fails on it, or exceeds a bound; param is "messages".
+        RequestError: the template refuses the conversation, fails on it, or makes too much of it (code
+            "template_too_complex"); param is "messages".
     """
-    environment: Environment = template.environment
-    assert isinstance(environment, _ChatEnvironment)
-    environment.budget.refill()
     chunks = []
     size = 0
     try:
@@ -258,13 +248,27 @@ def render_bounded(template: Template, context: Mapping[str, Any]) -> str:
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_OUTPUT_CHARS:
-                raise TemplateRefusalError(f"the chat template makes more than {MAX_OUTPUT_CHARS} characters")
+                raise too_complex(f"makes more than {MAX_OUTPUT_CHARS} characters")
+        return "".join(chunks)
     except TemplateRefusalError as error:
-        raise RequestError(str(error)[:MAX_MESSAGE], param="messages") from None
+        raise RequestError(without_addresses(str(error))[:MAX_MESSAGE], param="messages") from None
+    except RequestError:
+        raise
+    except MemoryError:
+        raise too_complex("takes too much memory") from None
     except _RUNTIME_ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-        raise RequestError(f"the chat template fails on these messages ({reason})", param="messages") from None
-    return "".join(chunks)
+        raise failed(error) from None
+
+
+def failed(error: Exception) -> RequestError:
+    """Return the error of a request on which the template fails."""
+    reason = without_addresses(f"{type(error).__name__}: {error}")[:MAX_MESSAGE]
+    return RequestError(f"the chat template fails on these messages ({reason})", param="messages")
+
+
+def too_complex(what: str) -> RequestError:
+    """Return the error of a request whose template "takes too much memory", or the like."""
+    return RequestError(f"the chat template {what} for this conversation", param="messages", code=TOO_COMPLEX)
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -272,4 +276,6 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > MAX_TIME_FORMAT:
+        raise TemplateRefusalError(f"strftime_now takes at most {MAX_TIME_FORMAT} characters")
     return datetime.datetime.now().strftime(form)

@@ -20,6 +20,7 @@ from quire.engine.resolve import load_info
 from quire.engine_request import ThinkingData
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.chat import ChatTemplate, RequestTemplates
+from quire.frontend.chat_worker import TemplateWorkers
 from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.frontend.grammars import Job, MessageJob, StructuredOutputJob
@@ -47,7 +48,8 @@ class FrontModel:
 
     Attributes:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
-        request_templates: compiles the chat templates that requests bring.
+        request_templates: compiles the chat templates that requests bring. template_workers: where those, and templates
+            of the model outside the core, are rendered.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
         max_logprobs: most log-probabilities per position of a request; -1: no bound.
         logits_processors: names that requests may use.
@@ -59,6 +61,7 @@ class FrontModel:
     chat_template: ChatTemplate | None
     use_sampling_defaults: bool = True
     request_templates: RequestTemplates = field(default_factory=RequestTemplates)
+    template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     max_logprobs: int = 20
     logits_processors: tuple[str, ...] = ()
     message_format: MessageFormat = field(default_factory=lambda: MessageFormat(None, None))
@@ -82,6 +85,10 @@ class FrontModel:
             return []
         texts = (self.tokenizer.id_to_token(index) for index in self.eos_token_ids)
         return [text for text in texts if text is not None]
+
+    def close(self) -> None:
+        """End the processes that render chat templates."""
+        self.template_workers.close()
 
     def template(self, source: str | None = None) -> ChatTemplate:
         """Return the model's chat template, or that with the Jinja text `source`, which a request brought.
@@ -191,18 +198,24 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     model = config.model
     info = load_info(config)
     tokenizer = chat_template = None
+    workers = TemplateWorkers()
+    if config.server.trust_request_chat_template:
+        workers.prestart()
     if not model.skip_tokenizer_init:
         folder = info.path
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
         tokenizer = Tokenizer.from_folder(folder)
-        chat_template = _load_template(model, tokenizer, folder)
+        chat_template = _load_template(model, tokenizer, folder, workers)
     return FrontModel(
         info,
         tokenizer,
         chat_template,
         use_sampling_defaults=model.generation_config == "auto",
-        request_templates=RequestTemplates(model.chat_template_content_format, model.default_chat_template_kwargs),
+        request_templates=RequestTemplates(
+            model.chat_template_content_format, model.default_chat_template_kwargs, workers
+        ),
+        template_workers=workers,
         max_logprobs=model.max_logprobs,
         logits_processors=tuple(registered_names(model.logits_processors)),
         message_format=_message_format(model, tokenizer, chat_template),
@@ -216,7 +229,9 @@ def _message_format(model: ModelConfig, tokenizer: Tokenizer | None, template: C
     return format_named(model.tool_call_parser, model.reasoning_parser, source, special)
 
 
-def _load_template(model: ModelConfig, tokenizer: Tokenizer, folder: Path) -> ChatTemplate | None:
+def _load_template(
+    model: ModelConfig, tokenizer: Tokenizer, folder: Path, workers: TemplateWorkers
+) -> ChatTemplate | None:
     source, tool_source, origin = tokenizer.chat_template, tokenizer.tool_template, str(folder)
     if model.chat_template is not None:
         path = Path(model.chat_template).expanduser()
@@ -232,6 +247,7 @@ def _load_template(model: ModelConfig, tokenizer: Tokenizer, folder: Path) -> Ch
             content_format=model.chat_template_content_format,
             default_kwargs=model.default_chat_template_kwargs,
             for_tools=for_tools,
+            workers=workers,
         )
 
     return make(source, None if tool_source is None else make(tool_source))

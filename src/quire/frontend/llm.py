@@ -465,6 +465,7 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             self._grammars.close()
+            self._front.close()
             engine.close()
 
     def _open_engine(self) -> EngineCore:

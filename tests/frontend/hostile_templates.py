@@ -1,0 +1,124 @@
+"""Chat templates that would take for ever, or all memory, or the interpreter, if nothing stopped them; by name."""
+
+from __future__ import annotations
+
+DOUBLING = (
+    "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x | length }}"
+)
+NESTING = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}STEP{% endfor %}"
+NESTED = NESTING.replace("STEP", "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}")
+TUPLES = NESTING.replace("STEP", "{% set ns.x = (ns.x, ns.x) %}").replace("x=[1]", "x=(1, 2)")
+LONG = "{% set s = 'ab' * 30000 %}"
+
+DOUBLED = {
+    f"doubling by {body}": DOUBLING.replace("BODY", body)
+    for body in (
+        "ns.x ~ ns.x",
+        "ns.x + ns.x",
+        "[ns.x, ns.x] | join",
+        "''.join([ns.x, ns.x])",
+        "'%s%s' % (ns.x, ns.x)",
+        "'%s%s' | format(ns.x, ns.x)",
+        "'{0}{0}'.format(ns.x)",
+        "'{a}{a}'.format_map({'a': ns.x})",
+        "ns.x.replace('a', ns.x)",
+        "ns.x | replace('a', ns.x)",
+        "ns.x.translate({97: ns.x})",
+        "[ns.x, ns.x] | string",
+        "[ns.x, ns.x] | tojson",
+        "ns.x * 2",
+        "ns.x.encode() * 2",
+        "(ns.x | list) * 2",
+        "(ns.x, ns.x) | string",
+    )
+}
+
+ATTACKS = DOUBLED | {
+    "rounding": "{{ 1.5 | round(300000000, 'ceil') }}",
+    "doubling by a macro": (
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='abcdefgh') %}"
+        "{% for i in range(60) %}{% set ns.x = f(ns.x) %}{% endfor %}"
+    ),
+    "doubling by a block": (
+        "{% set ns = namespace(x='abcdefgh') %}"
+        "{% for i in range(60) %}{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}"
+    ),
+    "long data in a block": "{% set x %}{% for i in range(99999999) %}" + "y" * 30_000 + "{% endfor %}{% endset %}",
+    "squaring": "{% set ns = namespace(x=7) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "doubling lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubling tuples": "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = ns.x+ns.x %}{% endfor %}",
+    "lists in lists, compared": NESTED + "{{ ns.x == ns.y }}",
+    "lists in lists, looked for": NESTED + "{{ ns.x in [ns.y] }}",
+    "lists in lists, ordered": NESTED + "{{ ns.x < ns.y }}",
+    "lists in lists, tested": NESTED + "{{ ns.x is eq(ns.y) }}",
+    "lists in lists, selected": NESTED + "{{ [ns.x] | select('equalto', ns.y) | list }}",
+    "lists in lists, printed": NESTED + "{{ ns.x }}",
+    "lists in lists, as JSON": NESTED + "{{ ns.x | tojson }}",
+    "lists in lists, in a view": NESTED + "{{ {'a': ns.x}.values() }}",
+    "lists in lists, trimmed": NESTED + "{{ ns.x | trim }}",
+    "tuples in tuples, hashed": TUPLES + "{{ {'a': 1}[ns.x] }}",
+    "tuples in tuples, got": TUPLES + "{{ {'a': 1}.get(ns.x) }}",
+    "tuples in tuples, looked for": TUPLES + "{{ ns.x in {'a': 1} }}",
+    "tuples in tuples, as a key": TUPLES + "{{ {ns.x: 1} }}",
+    "tuples in tuples, in dict()": TUPLES + "{{ dict([(ns.x, 1)]) }}",
+    "tuples in tuples, unique": TUPLES + "{{ [ns.x, ns.x] | unique | list }}",
+    "sum of lists": "{{ ([[1] * 9999] * 9999) | sum(start=[]) }}",
+    "product of lists": "{{ [1] * 9999999999 }}",
+    "product of texts": "{{ 'x' * 9999999999 }}",
+    "product of bytes": "{{ 'x'.encode() * 9999999999 }}",
+    "products in a loop": "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "power": "{{ 9 ** (9 ** (9 ** 9)) }}",
+    "power of a variable": "{% set x = 9 %}{{ (x ** (x ** (x ** x))) % 7 }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "one long loop": "{% for a in range(99999999999999) %}{% endfor %}",
+    "loops over messages": (
+        "{% for m in messages * 1000 %}{% for n in messages * 1000 %}"
+        "{% for o in messages * 1000 %}{{ o.nothing }}{% endfor %}{% endfor %}{% endfor %}"
+    ),
+    "loops over a text": (
+        LONG + "{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}"
+    ),
+    "loops that filter": LONG + "{% for a in s if a in s %}{% for b in s if b == 'y' %}{% endfor %}{% endfor %}",
+    "searching in a loop": LONG + "{% for i in range(9999999) %}{{ 'by' in s }}{% endfor %}",
+    "searching backwards": (
+        "{% set s = 'a' * 4096 %}{% set s = s * 200 %}{% set n = ('a' * 2000) ~ 'b' ~ ('a' * 2000) %}"
+        "{% for i in range(9999999) %}{{ s.rfind(n) }}{% endfor %}"
+    ),
+    "an endless generator": "{% set c = cycler(1) %}{% for i in range(10 ** 12) | map('string') %}{% endfor %}",
+    "a range as a list": "{{ range(10 ** 12) | list | length }}",
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a block that calls itself twice": (
+        "{% set ns = namespace(n=60) %}"
+        "{% block a %}{% set ns.n = ns.n - 1 %}{% if ns.n > 0 %}{{ self.a() }}{{ self.a() }}{% endif %}{% endblock %}"
+        "{% for i in range(10 ** 12) %}{% endfor %}"
+    ),
+    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a loop that calls itself": (
+        "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}{% for i in range(10 ** 12) %}{% endfor %}"
+    ),
+    "center": "{{ 'x' | center(9999999999) }}",
+    "center, the method": "{{ 'x'.center(9999999999) }}",
+    "padding": "{{ 'x'.ljust(width=9999999999) }}{{ 'x'.zfill(9999999999) }}",
+    "tabs": "{{ ('\t' * 60000).expandtabs(9999999) }}",
+    "indent": "{{ ('a\n' * 60000) | indent(9999999) }}",
+    "indent of JSON": "{{ messages | tojson(indent=9999999999) }}",
+    "format": "{{ '%9999999999d' % 5 }}",
+    "format of nine digits": "{{ '%999999999d' % 1 }}",
+    "format by an argument": "{{ '%*d' % (999999999, 5) }}",
+    "format by braces": "{{ '{:9999999999}'.format(5) }}",
+    "nested format": "{{ '{:{}}'.format('x', 9999999999) }}",
+    "bytes of a number": "{{ (1).to_bytes(9999999999, 'big') }}",
+    "batch": "{{ [1] | batch(9999999999, 0) | list }}",
+    "slice": "{{ [1] | slice(9999999999) | list }}",
+    "wordwrap": "{{ ('a b' * 60000) | wordwrap(1, wrapstring='x' * 600000) }}",
+    "urlize": "{% for i in range(10 ** 12) %}{{ ('www.' * 60000) | urlize }}{% endfor %}",
+    "exotic texts": (
+        "{% set s = '\u1f80\ufdfa\u0345\U0001f469\u200d\U0001f469' * 9999 %}"
+        "{% for i in range(10 ** 12) %}{{ s | upper | title }}{% endfor %}"
+    ),
+    "many digits": "{% for i in range(10 ** 12) %}{{ ('9' * 4000) | int }}{% endfor %}",
+    "a large literal": "{{ '" + "x" * 60_000 + "' * 999999999 }}",
+    "lorem": "{{ lipsum(n=999999999) }}{% for i in range(10 ** 12) %}{% endfor %}",
+}
