@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli.main import main
 from quire.cli.serve import check_room, read_entries
 from quire.errors import ConfigError
 
@@ -136,3 +137,12 @@ def test_the_command_ends_with_code_2_and_one_line(quire: Callable[..., Any], wr
         assert run.code == 2, words
         assert len(run.err.strip().splitlines()) == 1
         assert "Traceback" not in run.err
+
+
+def test_a_data_dir_that_cannot_be_used_is_known_before_anything_is_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["serve", "--data-dir", str(tmp_path / "file")]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert "data_dir" in line or "--data-dir" in line

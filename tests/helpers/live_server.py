@@ -102,6 +102,7 @@ class LiveServer:
         self._up.set()
         await self._server.serve(sockets=[self.listener])
         await self.llm.close()
+        self.context.responses.close()
 
     @property
     def engine(self) -> FakeEngine:

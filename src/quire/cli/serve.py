@@ -82,8 +82,8 @@ def check_server(config: EngineConfig) -> None:
     """Check names, files, the address, and that there is a driver if a GPU is asked for.
 
     Raises:
-        ConfigError: a repeated model name, a file that cannot be read, no driver of a GPU, an address that is not
-            this machine's.
+        ConfigError: a repeated model name, a file that cannot be read, a folder that cannot be written, no driver of a
+            GPU, an address that is not this machine's.
         AddressInUseError: the port is taken.
     """
     names = config.model.served_model_name
@@ -106,6 +106,10 @@ def check_server(config: EngineConfig) -> None:
         from quire.server.auth import read_keys  # not for everybody
 
         read_keys(config.server.api_key_file, warn=False)
+    if config.server.data_dir is not None:
+        from quire.server.data_dir import prepare_data_dir  # not for everybody
+
+        prepare_data_dir(config.server.data_dir)
     if config.server.uds is None:
         check_address(config.server.host, config.server.port)
     elif os.path.lexists(config.server.uds) and not stat.S_ISSOCK(os.lstat(config.server.uds).st_mode):

@@ -30,8 +30,8 @@ ANYWHERE = {
     "500": "The server failed on this request.",
     "503": "Not now: overloaded, loading, or shutting down; Retry-After says when to come back.",
 }
-WITH_NAMES = {"404": "There is no such model or object."}
-WITH_BODY = {**WITH_NAMES, "409": "The object's state does not allow it.", "415": "The body is not plain JSON."}
+WITH_NAMES = {"404": "There is no such model or object.", "409": "The object's state does not allow it."}
+WITH_BODY = {**WITH_NAMES, "415": "The body is not plain JSON."}
 WITH_BODY |= {"501": "This server does not do that.", "504": "It was not done in the time that it was given."}
 OVERLOADED = {"529": "The queues are full; Retry-After says when to come back."}  # Anthropic's status for it
 PROBES = {"503": "Not able to serve; the body says why."}

@@ -143,7 +143,7 @@ def test_an_agent_at_work(make: Any, kind: str) -> None:
                 if expected[-1] == "function_call":
                     call_id = final["output"][-1]["call_id"]
                     items.append({"type": "function_call_output", "call_id": call_id, "output": "it is dark in there"})
-        assert live.context.responses.num_stored == 0
+        assert live.call(live.context.responses.totals) == (0, 0)
     finally:
         live.close()
 

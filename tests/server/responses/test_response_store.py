@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.errors import NotFoundError
-from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server_config import ServerConfig
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import check_error
 from tests.server.responses.asking import LOOK, LOOK_CALL, PATH, THOUGHT, ask, says, text_of
+from tests.server.responses.shelves import Shelves
 from tests.server.responses.test_response_items import prompt_of
 
 
@@ -27,10 +25,10 @@ def test_a_response_is_kept_until_it_is_deleted(family: LiveServer) -> None:
 
 def test_nothing_is_left_of_a_response_that_is_not_to_be_kept(family: LiveServer) -> None:
     says(family, "hello")
-    before = family.context.responses.num_stored
+    before = family.call(family.context.responses.totals)
     made = ask(family, store=False)
     check_error(family.http.get(f"{PATH}/{made['id']}"), 404, "response_not_found", "response_id")
-    assert family.context.responses.num_stored == before
+    assert family.call(family.context.responses.totals) == before
     answer = family.http.post(PATH, json={"model": "fake", "input": "a", "previous_response_id": made["id"]})
     check_error(answer, 404, "previous_response_not_found", "previous_response_id")
 
@@ -100,100 +98,68 @@ def test_a_server_may_keep_nothing(make_server: MakeServer) -> None:
     check_error(answer, 400, "unsupported_parameter", "background")
 
 
-class Shelves:
-    """A store with a clock that is set by hand."""
-
-    def __init__(self, **options: Any) -> None:
-        self.now = 0.0
-        self.store = ResponseStore(ServerConfig(**options), lambda: self.now)
-        self.count = 0
-
-    def put(self, owner: bytes = b"", size: int = 10, *, finished: bool = True) -> StoredResponse:
-        """Keep another response with so long a text."""
-        self.count += 1
-        response = {"id": f"resp_{self.count}", "status": "in_progress", "output": []}
-        items = [{"id": f"msg_{self.count}", "text": "x" * size}]
-        stored = StoredResponse(owner, response, [], items, events=False)
-        self.store.add(stored)
-        if finished:
-            self.end(stored)
-        return stored
-
-    def end(self, stored: StoredResponse) -> None:
-        """End a response."""
-        stored.response["status"] = "completed"
-        self.store.finish(stored)
-
-    def has(self, stored: StoredResponse) -> bool:
-        """Whether it is still there."""
-        try:
-            return self.store.get(stored.owner, stored.response_id) is stored
-        except NotFoundError:
-            return False
-
-
 def test_the_oldest_go_when_there_are_too_many() -> None:
-    shelves = Shelves(max_stored_responses=3)
-    made = [shelves.put() for _ in range(5)]
-    assert [shelves.has(stored) for stored in made] == [False, False, True, True, True]
-    assert shelves.store.item(b"", "msg_1") is None
-    assert shelves.store.item(b"", "msg_5") is not None
+    with Shelves(max_stored_responses=3) as shelves:
+        made = [shelves.put() for _ in range(5)]
+        assert [shelves.has(stored) for stored in made] == [False, False, True, True, True]
+        assert not shelves.has_item("msg_1")
+        assert shelves.has_item("msg_5")
 
 
 def test_the_oldest_go_when_they_are_too_large() -> None:
-    shelves = Shelves(max_stored_response_bytes=5000)
-    made = [shelves.put(size=2000) for _ in range(4)]
-    assert [shelves.has(stored) for stored in made] == [False, False, True, True]
-    assert 4000 < shelves.store.size < 5000
-    large = shelves.put(size=6000)
-    assert not shelves.has(large)
-    assert (shelves.store.size, shelves.store.num_stored) == (0, 0)
+    with Shelves(max_stored_response_bytes=5000) as shelves:
+        made = [shelves.put(size=2000) for _ in range(4)]
+        assert [shelves.has(stored) for stored in made] == [False, False, True, True]
+        assert 4000 < shelves.size < 5000
+        large = shelves.put(size=6000)
+        assert not shelves.has(large)
+        assert (shelves.size, shelves.num_stored) == (0, 0)
 
 
 def test_they_go_after_their_time() -> None:
-    shelves = Shelves(stored_response_ttl=10.0)
-    old = shelves.put()
-    waiting = shelves.put(finished=False)
-    shelves.now = 9.0
-    new = shelves.put()
-    assert shelves.has(old)
-    shelves.now = 10.0
-    assert [shelves.has(stored) for stored in (old, waiting, new)] == [False, True, True]
-    shelves.now = 100.0
-    assert shelves.store.item(b"", "msg_3") is None
-    assert [shelves.has(stored) for stored in (waiting, new)] == [True, False]
-    shelves.end(waiting)
-    assert shelves.has(waiting)
-    shelves.now = 110.0
-    assert not shelves.has(waiting)
-    assert shelves.store.size == 0
+    with Shelves(stored_response_ttl=10.0) as shelves:
+        old = shelves.put()
+        waiting = shelves.put(finished=False)
+        shelves.now = 9.0
+        new = shelves.put()
+        assert shelves.has(old)
+        shelves.now = 10.0
+        assert [shelves.has(stored) for stored in (old, waiting, new)] == [False, True, True]
+        shelves.now = 100.0
+        assert not shelves.has_item("msg_3")
+        assert [shelves.has(stored) for stored in (waiting, new)] == [True, False]
+        shelves.end(waiting)
+        assert shelves.has(waiting)
+        shelves.now = 110.0
+        assert not shelves.has(waiting)
+        assert shelves.size == 0
 
 
 def test_nobody_pushes_out_what_others_keep() -> None:
-    shelves = Shelves(max_stored_responses=4)
-    quiet = shelves.put(b"quiet")
-    for _ in range(20):
-        shelves.put(b"loud")
-    assert shelves.has(quiet)
-    assert shelves.store.num_stored == 4
+    with Shelves(max_stored_responses=4) as shelves:
+        quiet = shelves.put(b"quiet")
+        for _ in range(20):
+            shelves.put(b"loud")
+        assert shelves.has(quiet)
+        assert shelves.num_stored == 4
 
 
 def test_unfinished_ones_stay() -> None:
-    shelves = Shelves(max_stored_responses=2)
-    running = [shelves.put(finished=False) for _ in range(3)]
-    assert all(map(shelves.has, running))
-    for stored in running:
-        shelves.end(stored)
-    assert [shelves.has(stored) for stored in running] == [False, True, True]
-    assert shelves.store.num_stored == 2
+    with Shelves(max_stored_responses=2) as shelves:
+        running = [shelves.put(finished=False) for _ in range(3)]
+        assert all(map(shelves.has, running))
+        for stored in running:
+            shelves.end(stored)
+        assert [shelves.has(stored) for stored in running] == [False, True, True]
+        assert shelves.num_stored == 2
 
 
 def test_deleting_one_that_runs_ends_it_and_frees_its_place() -> None:
-    shelves = Shelves()
-    ended = []
-    stored = shelves.put(finished=False)
-    stored.abort = lambda: ended.append(True)
-    shelves.store.delete(stored)
-    shelves.end(stored)
-    assert ended == [True]
-    assert (shelves.store.num_stored, shelves.store.size) == (0, 0)
+    with Shelves() as shelves:
+        ended = []
+        stored = shelves.put(finished=False)
+        stored.abort = lambda: ended.append(True)
+        shelves.run(shelves.store.delete(stored))
+        shelves.end(stored)
+        assert ended == [True]
+        assert (shelves.num_stored, shelves.size) == (0, 0)

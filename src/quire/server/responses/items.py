@@ -21,6 +21,7 @@ Item = dict[str, Any]
 FindItem = Callable[[str], Item | None]
 
 MAX_ITEMS = 8192
+REFERENCE = "item_reference"
 MAX_ID_LENGTH = 256
 STATUSES = ("in_progress", "completed", "incomplete")
 ROLES = ("user", "assistant", "system", "developer")
@@ -66,11 +67,23 @@ def check_input(body: Fields, find: FindItem) -> list[Item]:
     return [_item(item, find) for item in body.parts("input", "a string or a list of items", most=MAX_ITEMS)]
 
 
+def references(value: Any) -> list[str]:
+    """Return the ids of stored items that an `input`, not yet checked, refers to."""
+    given = value[:MAX_ITEMS] if isinstance(value, list) else []
+    items = [Fields(item, "input") for item in given if isinstance(item, dict)]
+    named = [item.get("id") for item in items if _kind(item) == REFERENCE]
+    return [item_id for item_id in named if isinstance(item_id, str)]
+
+
+def _kind(item: Fields) -> Any:
+    """Return the type of an item, which may go without saying."""
+    kind = item.get("type")
+    return ("message" if "role" in item else REFERENCE if "id" in item else None) if kind is None else kind
+
+
 def _item(item: Fields, find: FindItem) -> Item:
     """Return a checked item."""
-    kind, place = item.get("type"), item.place("type")
-    if kind is None:
-        kind = "message" if "role" in item else "item_reference" if "id" in item else None
+    kind, place = _kind(item), item.place("type")
     match kind:
         case "message":
             return _message(item)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter
@@ -11,20 +12,20 @@ from starlette.responses import Response
 
 from quire.checks import missing
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
-from quire.frontend.prompts import text_size
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.dialects import respond
+from quire.server.errors import HTTPProblem
 from quire.server.json_io import json_response
 from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
-from quire.server.responses.events import OutputBuilder, obfuscated_event
-from quire.server.responses.items import MAX_ITEMS, Item, check_input, new_id
+from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
+from quire.server.responses.items import Item, check_input, new_id, references
 from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
 from quire.server.responses.running import ResponseRun, lease, new_response, spawn, start_fitting
-from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.responses.store import RemoteResponse, ResponseStore, StoredResponse
 from quire.server.responses.translate import (
     INCLUDED,
     NAMES,
@@ -77,7 +78,7 @@ async def create_response(request: Request) -> Response:
             "background is not supported by this server, which keeps no responses (--max-stored-responses)",
             param="background",
         )
-    earlier, items, messages, size = await _conversation(request, body)
+    earlier, items, messages = await _conversation(request, body)
     with NAMES.translating():
         chat_body = await process_body(request, lambda: chat_request(body, messages))
         context = await model_context(request, body.model)
@@ -86,13 +87,15 @@ async def create_response(request: Request) -> Response:
         await start_fitting(chat, truncate=body.truncation == "auto")
     keeps_events = body.background and body.stream
     response = new_response(body, chat, response_id)
-    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events, input_size=size)
+    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events)
     builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
     obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
     run = ResponseRun(chat, stored, store if body.store else None, builder, obfuscated=obfuscated)
     if not body.background:
         return await respond(request, run, NAMES, EventStream if body.stream else None)
     try:
+        if run.added is not None:
+            await asyncio.shield(run.added)
         scope = await lease(context)
     except BaseException:
         run.close()
@@ -112,29 +115,42 @@ def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) 
 
 async def _conversation(
     request: Request, body: ConversationRequest
-) -> tuple[list[Item], list[Item], list[Message], int]:
-    """Return what was said earlier, what is new, the messages that both are, and their size, about as in bytes."""
+) -> tuple[Sequence[Item], list[Item], list[Message]]:
+    """Return what was said earlier, what is new, and the messages that both are."""
     store, owner = _store(request), _owner(request)
-    previous = None if body.previous_response_id is None else store.previous(owner, body.previous_response_id)
+    previous = None if body.previous_response_id is None else await store.previous(owner, body.previous_response_id)
     if previous is None and body.input is None:
         raise missing("input")
     if previous is not None and previous.size > LARGE:
         request.scope["state"]["large_body"] = True
-    given = [] if body.input is None else body.input
     # Looked up here, because what follows may be done in a thread.
-    named = [item.get("id") for item in given[:MAX_ITEMS] if isinstance(item, dict)] if isinstance(given, list) else []
-    found = {item_id: store.item(owner, item_id) for item_id in named if isinstance(item_id, str)}
+    found = await store.items(owner, references(body.input))
 
-    def read() -> tuple[list[Item], list[Item], list[Message], int]:
+    def read() -> tuple[Sequence[Item], list[Item], list[Message]]:
         earlier = [] if previous is None else previous.conversation
         items = check_input(body.fields, found.get)
-        size = text_size(items) + (0 if previous is None else previous.size)
-        return earlier, items, as_messages(body.instructions, earlier, items), size
+        return earlier, items, as_messages(body.instructions, earlier, items)
 
-    earlier, items, messages, size = await process_body(request, read)
+    earlier, items, messages = await process_body(request, read)
     if not messages:
         raise RequestError("input must not be empty", param="input", code="empty_array")
-    return earlier, items, messages, size
+    return earlier, items, messages
+
+
+async def _here(request: Request, response_id: str) -> StoredResponse:
+    """Return a response that can be cancelled, followed and deleted by this process.
+
+    Where processes pass requests on to each other, this is where to: `RemoteResponse.slot` says to which one.
+    """
+    found = await _store(request).find(_owner(request), response_id)
+    if isinstance(found, RemoteResponse):
+        raise HTTPProblem(
+            409,
+            "another process of this server runs this response; until it has ended it can only be looked at",
+            code="response_runs_elsewhere",
+            param="response_id",
+        )
+    return found
 
 
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:
@@ -146,10 +162,14 @@ async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> Async
         if new:
             start += len(new)
             yield b"".join(map(obfuscated_event, new) if obfuscated else new)
-        elif stored.finished:
-            return
+        elif stored.ended.is_set():
+            break
         else:
             await stored.more()
+    if not stored.events and stored.response["status"] == "failed":
+        # The process that ran it is gone, and the events with it.
+        event = {"type": "response.failed", "sequence_number": start, "response": stored.response}
+        yield encode_event(event)
 
 
 @router.get(PREFIX + "/{response_id}", openapi_extra=describe_query(RESPONSE_QUERY, "text/event-stream"))
@@ -161,9 +181,10 @@ async def get_response(request: Request, response_id: str) -> Response:
     for name in ("starting_after", "include_obfuscation"):
         if name in query and not stream:
             raise RequestError(f"{name} needs stream to be true", param=name)
-    stored = _store(request).get(_owner(request), response_id)
     if not stream:
-        return json_response(stored.resource())
+        found = await _store(request).find(_owner(request), response_id)
+        return json_response(found.resource())
+    stored = await _here(request, response_id)
     if stored.events is None:
         raise RequestError(
             "stream: only the events of responses made with background and stream are kept", param="stream"
@@ -176,8 +197,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     read_query(request, {})
-    store = _store(request)
-    store.delete(store.get(_owner(request), response_id))
+    await _store(request).delete(await _here(request, response_id))
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -185,12 +205,12 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response, and return it as far as it has come."""
     read_query(request, {})
-    stored = _store(request).get(_owner(request), response_id)
+    stored = await _here(request, response_id)
     if not stored.response["background"]:
         raise RequestError("only responses made with background can be cancelled", param="response_id")
     if not stored.finished:
         stored.abort()
-        await stored.ended.wait()
+    await stored.ended.wait()
     return json_response(stored.resource())
 
 
@@ -200,7 +220,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     query = read_query(request, ITEMS_QUERY)
     check_include(query.get("include"))
     limit, order = query["limit"], query["order"]
-    stored = _store(request).get(_owner(request), response_id)
+    stored = await _store(request).find(_owner(request), response_id)
     items = list(stored.items) if order == "asc" else list(reversed(stored.items))
     if "after" in query:
         after = query["after"]
@@ -224,7 +244,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     body = await parse_request(request, InputTokensRequest)
-    _, _, messages, _ = await _conversation(request, body)
+    _, _, messages = await _conversation(request, body)
     with NAMES.translating():
         chat_body = counted_request(body, messages)
         context = await model_context(request, body.model)

@@ -86,7 +86,7 @@ class ResponseRun(DialectAnswer):
         builder: of its output. obfuscated: as for `encode_event`.
 
     Attributes:
-        error: what ended it, if it did not end by itself.
+        error: what ended it, if it did not end by itself. added: as `ResponseStore.add` returns it.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class ResponseRun(DialectAnswer):
         self._ended = False
         stored.abort = self.abort
         stored.output = lambda: self._builder.output
-        if store is not None:
-            store.add(stored)
+        self.added = None if store is None else store.add(stored)
 
     def abort(self) -> None:
         """End it as cancelled."""
@@ -122,20 +121,38 @@ class ResponseRun(DialectAnswer):
         """As `DialectAnswer.steps`, but a failure is an event, too."""
         try:
             first = "response.queued" if self.response["status"] == "queued" else "response.in_progress"
-            yield [self._lifecycle("response.created"), self._lifecycle(first)]
+            yield await self._kept([self._lifecycle("response.created"), self._lifecycle(first)])
             try:
                 async with contextlib.aclosing(super().steps()) as steps:
                     async for made in steps:
-                        yield made
+                        yield await self._kept(made)
             except QuireError as error:
                 made = self._failed(error)
                 if made:
-                    yield made
+                    yield await self._kept(made)
+            await self._end_stored()
         except (GeneratorExit, asyncio.CancelledError):
             self._aborted = True
             raise
         finally:
             self._end()
+
+    async def _kept(self, made: list[StreamEvent]) -> list[StreamEvent]:
+        """Return events once they are kept, and the last ones once the response is: then it can be continued."""
+        events = [] if self.stored.events is None else [encode_event(event) for event in made]
+        if self.stored.finished:
+            await self._end_stored(events)
+            for event in made:  # whether it is stored has turned out now
+                if "response" in event:
+                    event["response"]["store"] = self.response["store"]
+        elif self.stored.events is not None:
+            self.stored.events += events
+            self.stored.notify()
+        return made
+
+    async def _end_stored(self, last: Sequence[bytes] = ()) -> None:
+        self._end(last)
+        await self.stored.ended.wait()
 
     def close(self) -> None:
         """End it as cancelled unless it has ended; its events are not read any more."""
@@ -190,8 +207,8 @@ class ResponseRun(DialectAnswer):
     def _lifecycle(self, kind: str) -> StreamEvent:
         return self._builder.event(kind, response={**self.response})
 
-    def _end(self) -> None:
-        """Finish it, however it ended: a client that disconnects cancels its response."""
+    def _end(self, last: Sequence[bytes] = ()) -> None:
+        """Finish it, however it ended: a client that disconnects cancels its response. `last`: its last events."""
         if self._ended:
             return
         self._ended = True
@@ -204,8 +221,10 @@ class ResponseRun(DialectAnswer):
             else:
                 fail(self.response, QuireError("the server failed on this request"))
         self.chat.close()
-        if self._store is not None:
-            self._store.finish(self.stored)
+        if self._store is None:
+            self.stored.mark_ended()
+        else:
+            self._store.finish(self.stored, last)
 
 
 async def in_background(run: ResponseRun, scope: Scope) -> None:
@@ -219,10 +238,8 @@ async def in_background(run: ResponseRun, scope: Scope) -> None:
     with run.chat.context.server.open_request(scope), slot or contextlib.nullcontext():
         try:
             async with contextlib.aclosing(run.steps()) as steps:
-                async for events in steps:
-                    if stored.events is not None:
-                        stored.events += [encode_event(event) for event in events]
-                    stored.notify()
+                async for _ in steps:
+                    pass
         except Exception:  # task boundary
             logger.exception("the response %s failed", stored.response_id)
 

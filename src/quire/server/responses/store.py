@@ -1,57 +1,80 @@
-"""Stored responses, in memory, each for the API key it was made with; bounded in number, bytes and age.
+"""Stored responses, each for the API key it was made with; bounded in number, bytes and age.
 
-Without room the oldest response of the key that stores the most is evicted, so that no client can evict others'.
+They are rows of a database (`database.py`), in memory or in the folder of `--data-dir`, which a thread reads and
+writes: a disk that is slow, or locked by another process, does not block the event loop. A process holds what it runs
+here as well. Without room the oldest response of the key that stores the most is evicted, so that no client can evict
+others'.
+
+With a folder, several processes may have one store. Each reads what the others have stored. What another process runs
+is found as a `RemoteResponse`, which says where: to cancel it, or to follow it, is up to that process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import secrets
+import sqlite3
 import time
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.errors import NotFoundError, RequestError, echo
-from quire.frontend.prompts import text_size
+from quire.server.data_dir import FileLock, StorageError, prepare_data_dir, take_slot
+from quire.server.responses.database import ResponseDatabase, Row
 from quire.server.responses.items import Item
 from quire.server_config import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+QUEUE_SECONDS = 4.0  # after which what waits for the thread is given up: the disk, or a lock, keeps it
+LOG_SECONDS = 60.0  # between two warnings
+EVENT_END = b"\n\n"
+FAILURES = (sqlite3.Error, OSError, msgspec.MsgspecError)  # of disks and locks, and of what damaged rows hold
+
+T = TypeVar("T")
+_decode_items = msgspec.json.Decoder(list[Item]).decode
 
 
 class StoredResponse:
-    """One response, finished or running.
+    """One response, finished, or running in this process.
 
     Attributes:
         response: the resource. earlier: the conversation before its own `items`. events: of its stream, encoded, if
-            they are stored; the index is the sequence number. input_size: of `earlier` and `items`, if it is known.
-        abort, output: abort it, and return its output so far, while it is running.
+            they are stored; the index is the sequence number. size: in bytes, once it is stored.
+        abort, output: abort it, and return its output so far, while it is running. ended: set once its end is stored.
     """
 
     def __init__(
-        self,
-        owner: bytes,
-        response: dict[str, Any],
-        earlier: Sequence[Item],
-        items: Sequence[Item],
-        *,
-        events: bool,
-        input_size: int | None = None,
+        self, owner: bytes, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item], *, events: bool
     ) -> None:
         self.owner = owner
-        self._input_size = input_size
         self.response = response
-        self.earlier = earlier
         self.items = items
         self.events: list[bytes] | None = [] if events else None
         self.abort: Callable[[], None] = lambda: None
         self.output: Callable[[], list[Item]] = list
-        self.expires = 0.0
         self.size = 0
         self.ended = asyncio.Event()
+        self.number: int | None = None
+        self._earlier: Sequence[Item] | bytes = earlier
         self._changed = asyncio.Event()
+
+    @classmethod
+    def of_row(cls, owner: bytes, row: Row) -> StoredResponse:
+        """Return a finished response."""
+        stored = cls(owner, row.response, (), row.items, events=row.events is not None)
+        stored.number, stored.size, stored._earlier = row.number, row.size, row.earlier
+        if row.events:
+            stored.events = [event + EVENT_END for event in row.events.split(EVENT_END)[:-1]]
+        stored.ended.set()
+        return stored
 
     @property
     def response_id(self) -> str:
@@ -64,6 +87,13 @@ class StoredResponse:
         return self.response["status"] in FINISHED
 
     @property
+    def earlier(self) -> Sequence[Item]:
+        """What was said before its own items. That of a stored response is decoded when it is asked for."""
+        if isinstance(self._earlier, bytes):
+            self._earlier = _decode_items(self._earlier)
+        return self._earlier
+
+    @property
     def conversation(self) -> list[Item]:
         """All that was said, the output included."""
         return [*self.earlier, *self.items, *self.response["output"]]
@@ -72,17 +102,11 @@ class StoredResponse:
         """Return the response as it is now."""
         return self.response if self.finished else {**self.response, "output": self.output()}
 
-    def measure(self) -> int:
-        """Return about how many bytes it takes. What it shares with others counts for each of them."""
-        events = sum([len(event) for event in self.events or ()])
-        given = text_size([self.earlier, self.items]) if self._input_size is None else self._input_size
-        return given + len(msgspec.json.encode(self.response)) + events
-
     def mark_ended(self) -> None:
         """Release what ran it, and wake those who wait for its end."""
         self.abort, self.output = lambda: None, list
-        self.notify()
         self.ended.set()
+        self.notify()
 
     def notify(self) -> None:
         """Wake those who follow the events."""
@@ -94,98 +118,147 @@ class StoredResponse:
         await self._changed.wait()
 
 
-class _OwnerResponses:
-    """The responses of one key: all, the finished ones by age, and items by their ids and responses."""
+class RemoteResponse:
+    """A response that another process runs, as it was when it began.
 
-    def __init__(self) -> None:
-        self.responses: dict[str, StoredResponse] = {}
-        self.finished: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.items: dict[str, dict[str, Item]] = {}
-        self.size = 0
+    Attributes:
+        slot: of the process. response: the resource, without output. items: of its request.
+    """
+
+    def __init__(self, slot: int, response: dict[str, Any], items: Sequence[Item]) -> None:
+        self.slot = slot
+        self.response = response
+        self.items = items
+
+    def resource(self) -> dict[str, Any]:
+        """Return the response as far as it is known here."""
+        return self.response
 
 
 class ResponseStore:
     """All stored responses.
 
     Args:
-        clock: monotonic seconds.
+        config: bounds, and the folder, if there is one. clock: seconds since 1970.
+        slot: number of this process among those that use the folder at a time. incarnation: differs after each start.
+
+    Raises:
+        ConfigError: the folder cannot be used, or another process has this slot.
     """
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = config.max_stored_responses
-        self._most_bytes = config.max_stored_response_bytes
-        self._seconds = config.stored_response_ttl
-        self._clock = clock
-        self._by_owner: dict[bytes, _OwnerResponses] = {}
-        self._finished: OrderedDict[str, StoredResponse] = OrderedDict()  # of all keys, by age
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.time,
+        *,
+        slot: int = 0,
+        incarnation: str | None = None,
+    ) -> None:
+        folder = None if config.data_dir is None else prepare_data_dir(config.data_dir)
+        lock = None if folder is None else take_slot(folder, slot)
+        incarnation = secrets.token_hex(8) if incarnation is None else incarnation
+        self._thread = _DatabaseThread(lambda: ResponseDatabase(config, folder, slot, incarnation, clock), lock)
+        self._running: dict[tuple[bytes, str], StoredResponse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # It ends with the store, so that what waits in the thread is written, and SQLite's log is folded into its file.
+        self.close = weakref.finalize(self, self._thread.close)
 
-    @property
-    def num_stored(self) -> int:
-        """Stored responses, unfinished ones included."""
-        return sum([len(own.responses) for own in self._by_owner.values()])
+    async def totals(self) -> tuple[int, int]:
+        """Return how many responses are stored, unfinished ones included, and the bytes of the finished ones."""
+        return await self._thread.run(ResponseDatabase.totals)
 
-    @property
-    def size(self) -> int:
-        """Bytes that finished ones take."""
-        return sum([own.size for own in self._by_owner.values()])
+    def add(self, stored: StoredResponse) -> asyncio.Future[None]:
+        """Store a response that has begun; it is not evicted before it has ended.
 
-    def add(self, stored: StoredResponse) -> None:
-        """Store a response that has begun; it is not evicted before it has ended."""
-        own = self._by_owner.setdefault(stored.owner, _OwnerResponses())
-        own.responses[stored.response_id] = stored
-        for item in stored.items:
-            own.items.setdefault(item["id"], {})[stored.response_id] = item
-        self._make_room()
+        If that fails the response says so itself: its `store` is false.
 
-    def finish(self, stored: StoredResponse) -> None:
-        """Note that a response has ended; from now on it may be evicted."""
-        stored.mark_ended()
-        own = self._by_owner.get(stored.owner)
-        if own is None or own.responses.get(stored.response_id) is not stored:
-            return  # deleted meanwhile
-        stored.expires = self._clock() + self._seconds
-        stored.size = stored.measure()
-        own.size += stored.size
-        own.finished[stored.response_id] = self._finished[stored.response_id] = stored
-        for item in stored.response["output"]:
-            own.items.setdefault(item["id"], {})[stored.response_id] = item
-        self._make_room()
+        Returns:
+            What is done when it is stored; only those who need that have to wait. It may raise `StorageError`.
+        """
+        place = stored.owner, stored.response_id
+        self._running[place] = stored
 
-    def get(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Return a response. Raises `NotFoundError` if this key has none of this id."""
-        self._expire()
-        own = self._by_owner.get(owner)
-        stored = None if own is None else own.responses.get(response_id)
-        if stored is None:
+        def insert(database: ResponseDatabase) -> None:
+            events = stored.events is not None
+            stored.number = database.insert(stored.owner, stored.response, stored.earlier, stored.items, events=events)
+
+        def note(added: asyncio.Future[None]) -> None:
+            if added.exception() is not None:
+                self._running.pop(place, None)
+                stored.response["store"] = False
+
+        adding = self._thread.submit(insert)
+        adding.add_done_callback(note)
+        return adding
+
+    def finish(self, stored: StoredResponse, last: Sequence[bytes] = ()) -> None:
+        """Note that a response has ended; from now on it may be evicted. `ended` is set once that is stored.
+
+        What could not be stored says so: its `store` is false.
+
+        Args:
+            last: its last events; followers get them once they are stored, so that they may go on from it anywhere.
+        """
+        response = stored.response
+        events = None if stored.events is None else b"".join([*stored.events, *last])
+
+        def write(database: ResponseDatabase) -> int | None:
+            return None if stored.number is None else database.finish(stored.number, response, events) or 0
+
+        def end(written: asyncio.Future[int | None]) -> None:
+            size = None if written.exception() else written.result()
+            if size is None:
+                response["store"] = False
+            stored.size = size or 0
+            if stored.events is not None:
+                stored.events += last
+            if self._running.get(place := (stored.owner, stored.response_id)) is stored:
+                del self._running[place]
+            stored.mark_ended()
+
+        self._thread.submit(write).add_done_callback(end)
+
+    async def find(self, owner: bytes, response_id: str) -> StoredResponse | RemoteResponse:
+        """Return a response.
+
+        Raises:
+            NotFoundError: this key has none of this id. StorageError: it cannot be read now.
+        """
+        running = self._running.get((owner, response_id))
+        if running is not None:
+            return running
+        row = await self._thread.run(lambda database: database.find(owner, response_id))
+        if row is None:
             raise NotFoundError(
                 f"there is no response {echo(response_id)}, or it is not stored any more",
                 param="response_id",
                 code="response_not_found",
             )
-        return stored
+        if row.slot is not None:
+            return RemoteResponse(row.slot, row.response, row.items)
+        return StoredResponse.of_row(owner, row)
 
-    def previous(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Return a finished response to continue. Raises `NotFoundError`, or `RequestError` if it has not finished."""
+    async def previous(self, owner: bytes, response_id: str) -> StoredResponse:
+        """Return a finished response to continue. Raises as `find`, or `RequestError` if it has not finished."""
         name = "previous_response_id"
         try:
-            stored = self.get(owner, response_id)
+            stored = await self.find(owner, response_id)
         except NotFoundError as error:
             raise NotFoundError(f"{name}: {error.message}", param=name, code="previous_response_not_found") from None
-        if not stored.finished:
+        if isinstance(stored, RemoteResponse) or not stored.finished:
             raise RequestError(f"{name}: this response has not ended yet", param=name)
         return stored
 
-    def item(self, owner: bytes, item_id: str) -> Item | None:
-        """Return an item of any response of this key, None if there is none of this id."""
-        self._expire()
-        own = self._by_owner.get(owner)
-        found = {} if own is None else own.items.get(item_id, {})
-        return next(reversed(found.values()), None)
+    async def items(self, owner: bytes, item_ids: Sequence[str]) -> dict[str, Item]:
+        """Return those of these items that any response of this key has. Raises `StorageError`."""
+        if not item_ids:
+            return {}
+        return await self._thread.run(lambda database: database.find_items(owner, item_ids))
 
-    def delete(self, stored: StoredResponse) -> None:
-        """Forget a response; one on its way is aborted."""
-        self._remove(stored)
+    async def delete(self, stored: StoredResponse) -> None:
+        """Forget a response; one on its way is aborted. Raises `StorageError`."""
+        await self._thread.run(lambda database: database.delete(stored.owner, stored.response_id))
+        self._running.pop((stored.owner, stored.response_id), None)
         if not stored.finished:
             stored.abort()
 
@@ -194,33 +267,84 @@ class ResponseStore:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _remove(self, stored: StoredResponse) -> None:
-        own = self._by_owner[stored.owner]
-        del own.responses[stored.response_id]
-        own.finished.pop(stored.response_id, None)
-        self._finished.pop(stored.response_id, None)
-        own.size -= stored.size
-        for item in (*stored.items, *stored.response["output"]):
-            places = own.items.get(item["id"], {})
-            places.pop(stored.response_id, None)
-            if not places:
-                own.items.pop(item["id"], None)
-        if not own.responses:
-            del self._by_owner[stored.owner]
 
-    def _expire(self) -> None:
-        now = self._clock()
-        while self._finished and next(iter(self._finished.values())).expires <= now:
-            self._remove(next(iter(self._finished.values())))
+class _DatabaseThread:
+    """The thread that uses a database: it does one thing after the other, in the order in which they are asked for.
 
-    def _make_room(self) -> None:
-        self._expire()
-        while self._finished and self.num_stored > self._most:
-            self._drop(lambda own: len(own.responses))
-        while self._finished and self.size > self._most_bytes:
-            self._drop(lambda own: own.size)
+    Args:
+        connect: opens the database; tried again later if it fails. lock: held as long as the database is open.
+    """
 
-    def _drop(self, weight: Callable[[_OwnerResponses], int]) -> None:
-        """Evict the oldest finished response of the heaviest key, among those that have one."""
-        heaviest = max([own for own in self._by_owner.values() if own.finished], key=weight)
-        self._remove(next(iter(heaviest.finished.values())))
+    def __init__(self, connect: Callable[[], ResponseDatabase], lock: FileLock | None) -> None:
+        self._connect = connect
+        self._lock = lock
+        self._database: ResponseDatabase | None = None
+        self._executor = ThreadPoolExecutor(1, "quire-responses")
+        self._num_failed = 0
+        self._warned = -LOG_SECONDS
+        if lock is not None:
+            self._executor.submit(self._open_early)
+
+    async def run(self, work: Callable[[ResponseDatabase], T]) -> T:
+        """Return what `work` does with the database. Raises `StorageError` if it fails, or cannot be begun in time."""
+        return await self.submit(work)
+
+    def submit(self, work: Callable[[ResponseDatabase], T]) -> asyncio.Future[T]:
+        """As `run`. The work is done even if nobody waits for it."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        asked = time.monotonic()
+
+        def report(set_result: Callable[[Any], None], value: Any) -> None:
+            def set_it() -> None:
+                if not result.done():
+                    set_result(value)
+
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(set_it)
+
+        def do() -> None:
+            try:
+                if time.monotonic() - asked > QUEUE_SECONDS:
+                    raise TimeoutError(f"waited for {QUEUE_SECONDS:g} s")
+                value = work(self._open())
+            except FAILURES as error:
+                self._warn(error)
+                report(result.set_exception, StorageError("stored responses cannot be read or written at the moment"))
+            except BaseException as error:  # thread boundary: it is for the caller, who may not look
+                logger.exception("the store of responses failed")
+                report(result.set_exception, error)
+            else:
+                report(result.set_result, value)
+
+        self._executor.submit(do)
+        return result
+
+    def _open_early(self) -> None:
+        """Open it, so that a damaged file is known from the start."""
+        try:
+            self._open()
+        except FAILURES as error:
+            self._warn(error)
+
+    def _open(self) -> ResponseDatabase:
+        if self._database is None:
+            self._database = self._connect()
+        return self._database
+
+    def _warn(self, error: Exception) -> None:
+        """Log what failed, but not each time."""
+        self._num_failed += 1
+        if time.monotonic() - self._warned > LOG_SECONDS:
+            logger.warning("stored responses cannot be read or written: %s (failures: %d)", error, self._num_failed)
+            self._warned, self._num_failed = time.monotonic(), 0
+
+    def close(self) -> None:
+        """Do what was asked for, and close the database."""
+        with contextlib.suppress(RuntimeError):  # the garbage collector calls this, in the thread itself
+            self._executor.shutdown()
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+        if self._lock is not None:
+            self._lock.close()
