@@ -34,7 +34,7 @@ TOGETHER = 12  # tests of a process
 MAX_PROCESSES = 14
 MAX_SHOWN = 40  # failures
 SANITIZED = ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_attention.py")
-SANITIZER_SECONDS = 45.0
+SANITIZER_SECONDS = 90.0
 SETTINGS = """[pytest]
 pythonpath = {root}/src {root}
 addopts = --import-mode=importlib -p no:cacheprovider

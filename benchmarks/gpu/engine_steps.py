@@ -93,9 +93,11 @@ class Bench:
         self._warm = SMALL_WARM_STEPS if small else WARM_STEPS
         self._tail = SMALL_TAIL_STEPS if small else TAIL_STEPS
         longest = max([1, *(one.context for one in scenario.decodes), *(one.length for one in scenario.prefills)])
-        most = max([1, *(one.batch for one in scenario.decodes), (scenario.throughput or (1,))[0]])
+        at_once, given, wanted = scenario.throughput or (1, 0, 0)
+        most = max([1, at_once, *(one.batch for one in scenario.decodes)])
         tokens = self._tokens = SMALL_TOKENS if small else 8192 if scenario.prefills else 2048
         longest += max([0, *(self._lead(one.batch, one.context) for one in scenario.decodes)])
+        longest = max(longest, given + wanted)
         options: dict[str, Any] = {
             "model": str(write_config(scenario.shape, folder, small=small)),
             "load_format": "dummy",
@@ -142,7 +144,10 @@ class Bench:
     def step(self) -> int:
         """Run a step; return how many tokens came of it."""
         assert self.core.has_unfinished(), "all sequences have ended"
-        made = sum(len(output.new_token_ids) for output in self.core.step().outputs)
+        made = 0
+        for output in self.core.step().outputs:
+            assert output.error is None, output.error
+            made += len(output.new_token_ids)
         self.generated += made
         return made
 
@@ -191,10 +196,10 @@ class Bench:
             for _ in range(requests):
                 self.add(prompt_tokens, output_tokens)
             synchronize()
-            started = time.perf_counter()
+            before, started = self.generated, time.perf_counter()
             self.drain()
             elapsed = time.perf_counter() - started
-        return requests * output_tokens / elapsed
+        return (self.generated - before) / elapsed
 
     def close(self) -> None:
         """Free the device."""
