@@ -25,31 +25,38 @@ TLS = ssl._create_unverified_context()
 
 @dataclass
 class Server:
-    """A running server. `log` is its standard error, a file."""
+    """A running server. `log` is its standard error, a file; `key` is sent with what is asked of it."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    key: str = ""
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.url.rpartition(":")[2])
 
     def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
         """Return status and body of a GET."""
+        return self._send(path, None, timeout)
+
+    def post(self, path: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
+        """Return status and decoded JSON of a POST."""
+        status, data = self._send(path, json.dumps(body).encode(), timeout)
+        return status, json.loads(data)
+
+    def _send(self, path: str, data: bytes | None, timeout: float) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(self.url + path, timeout=timeout, context=TLS) as response:
+            with urllib.request.urlopen(request, timeout=timeout, context=TLS) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read()
-
-    def post(self, path: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
-        """Return status and decoded JSON of a POST."""
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=timeout, context=TLS) as response:
-                return response.status, json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
 
     def metric(self, name: str) -> float:
         """Return the value of a metric (summed over its labels)."""
@@ -68,21 +75,21 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(log: Path, *arguments: str, seconds: float = 120.0, until: str = "ready") -> Iterator[Server]:
+def serve(log: Path, *arguments: str, seconds: float = 120.0, until: str = "ready", key: str = "") -> Iterator[Server]:
     """Run `quire serve --port 0 ARGUMENTS` until the block ends; fail if it is not "ready" within `seconds`.
 
-    The block begins then, or, with `until` "listening", as soon as there is an address.
+    The block begins then, or, with `until` "listening", as soon as there is an address. With `key` it asks for that.
     """
     path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *(["--api-key", key] if key else []), *arguments],
             stdout=stderr,
             stderr=stderr,
             env=dict(os.environ, PYTHONPATH=path, PYTHONUNBUFFERED="1"),
         )
         try:
-            yield _wait(process, log, time.monotonic() + seconds, until)
+            yield _wait(process, log, time.monotonic() + seconds, until, key)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -93,13 +100,13 @@ def serve(log: Path, *arguments: str, seconds: float = 120.0, until: str = "read
                     process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float, until: str) -> Server:
+def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float, until: str, key: str) -> Server:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         found = ADDRESS.search(log.read_text(errors="replace"))
         if found:
-            server = Server(process, found[0], log)
+            server = Server(process, found[0], log, key)
             if until == "listening":
                 return server
             with contextlib.suppress(OSError):

@@ -93,3 +93,12 @@ def test_every_file_that_a_container_is_given_exists() -> None:
     assert set(composed["secrets"]) == {
         name for service in composed["services"].values() for name in service.get("secrets", ())
     }
+
+
+def test_proxies_close_idle_connections_before_the_server_does() -> None:
+    nginx = re.search(r"^ +keepalive_timeout (\d+)s;", (DEPLOY / "nginx/quire.conf").read_text("utf-8"), re.MULTILINE)
+    assert nginx
+    [cluster] = documents("envoy/quire.yaml")[0]["static_resources"]["clusters"]
+    [options] = cluster["typed_extension_protocol_options"].values()
+    envoy = options["common_http_protocol_options"]["idle_timeout"].rstrip("s")
+    assert max(int(nginx.group(1)), int(envoy)) < server_config().server.timeout_keep_alive
