@@ -8,8 +8,10 @@ references to groups, and tells whether they match, not where.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 MAX_LENGTH = 2000  # of an expression
 MAX_DEPTH = 40
 NAME = re.compile(r"[\w.-]*")
-Places = frozenset[int]
-Ends = Callable[[str, int], Places]  # the places at which a match of a part ends that begins at a place
+ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN)
+# Of a name and the places at which matches of a part may begin, those at which they end. Places are bits of a number.
+Part = Callable[[str, int], int]
 
 _IN_CATEGORY = {
     ops.CATEGORY_DIGIT: str.isdecimal,
@@ -51,11 +54,11 @@ class Pattern:
             re.compile(text)  # by itself: it may not close a group that is not its own
             compiled = re.compile(whole)
             parsed = _parser.parse(whole)
-            ends = _Compiler().sequence(list(parsed), parsed.state.flags)
+            after = _Compiler().sequence(list(parsed), parsed.state.flags)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(str(error)) from None
         # Nothing in a mere name can be repeated, so that Python's own matching, which is faster, is fast.
-        self._match = compiled.fullmatch if NAME.fullmatch(text) else lambda name: len(name) in ends(name, 0)
+        self._match = compiled.fullmatch if NAME.fullmatch(text) else lambda name: after(name, 1) >> len(name) & 1
 
     def fullmatch(self, name: str) -> bool:
         """Whether the whole name matches."""
@@ -63,97 +66,110 @@ class Pattern:
 
 
 class _Compiler:
-    """Makes functions of the parts of a parsed expression. Each remembers its results for one name at a time."""
-
     def __init__(self) -> None:
         self._depth = 0
 
-    def sequence(self, parts: Sequence[tuple[Any, Any]], flags: int) -> Ends:
+    def sequence(self, parts: Sequence[tuple[Any, Any]], flags: int) -> Part:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
         compiled = [self._part(op, value, flags) for op, value in parts]
         self._depth -= 1
 
-        def ends(name: str, start: int) -> Places:
-            places = frozenset([start])
+        def after(name: str, places: int) -> int:
             for part in compiled:
-                places = _after(part, name, places)
+                places = part(name, places)
             return places
 
-        return _remembered(ends)
+        return after
 
-    def _part(self, op: Any, value: Any, flags: int) -> Ends:
-        if op in (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN):
+    def _part(self, op: Any, value: Any, flags: int) -> Part:
+        if op in ONE_CHARACTER:
             return _one(_test(op, value, flags))
         if op is ops.BRANCH:
             branches = [self.sequence(list(branch), flags) for branch in value[1]]
-            return _remembered(lambda name, start: frozenset().union(*[branch(name, start) for branch in branches]))
+            return lambda name, places: _union(branch(name, places) for branch in branches)
         if op is ops.SUBPATTERN:
             _, added, removed, inner = value
             return self.sequence(list(inner), (flags | added) & ~removed)
         if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
             least, most, inner = value
-            return _repeated(self.sequence(list(inner), flags), least, most)
+            repeated = self.sequence(list(inner), flags)
+            if not (len(inner) == 1 and inner[0][0] in ONE_CHARACTER):
+                repeated = _remembered(repeated)
+            return _repeated(repeated, least, most)
         if op in (ops.ASSERT, ops.ASSERT_NOT):
             direction, inner = value
-            return self._look(self.sequence(list(inner), flags), behind=direction < 0, wanted=op is ops.ASSERT)
+            return _looked(
+                _remembered(self.sequence(list(inner), flags)), behind=direction < 0, wanted=op is ops.ASSERT
+            )
         if op is ops.AT:
-            return lambda name, start: frozenset([start] if _is_at(value, name, start, flags) else [])
+            return lambda name, places: _union(1 << at for at in _each(places) if _is_at(value, name, at))
         raise ValueError(f"{str(op).lower()} is not supported")
 
-    @staticmethod
-    def _look(inner: Ends, *, behind: bool, wanted: bool) -> Ends:
-        def ends(name: str, start: int) -> Places:
-            if behind:
-                found = any(start in inner(name, before) for before in range(start + 1))
-            else:
-                found = bool(inner(name, start))
-            return frozenset([start] if found == wanted else [])
 
-        return _remembered(ends)
+def _each(places: int) -> Iterator[int]:
+    while places:
+        lowest = places & -places
+        yield lowest.bit_length() - 1
+        places -= lowest
 
 
-def _remembered(ends: Ends) -> Ends:
-    known: dict[int, Places] = {}
+def _union(places: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, places, 0)
+
+
+def _remembered(part: Part) -> Part:
+    """Return the part for use in a loop: it computes once for each place of a name, however often it is asked."""
+    known: dict[int, int] = {}
     last: list[str] = []
 
-    def remembered(name: str, start: int) -> Places:
+    def after(name: str, places: int) -> int:
         if last != [name]:
             last[:] = [name]
             known.clear()
-        if start not in known:
-            known[start] = ends(name, start)
-        return known[start]
+        for at in _each(places):
+            if at not in known:
+                known[at] = part(name, 1 << at)
+        return _union(known[at] for at in _each(places))
 
-    return remembered
-
-
-def _after(part: Ends, name: str, places: Places) -> Places:
-    return frozenset().union(*[part(name, place) for place in places]) if places else places
+    return after
 
 
-def _repeated(part: Ends, least: int, most: int) -> Ends:
-    """Repetitions lead only forward, or nowhere: after as many as the name has characters nothing changes any more."""
+def _repeated(part: Part, least: int, most: int) -> Part:
+    """A repetition leads forward, or nowhere: after as many as the name has characters nothing changes any more."""
 
-    def ends(name: str, start: int) -> Places:
-        places = frozenset([start])
+    def after(name: str, places: int) -> int:
         for _ in range(min(least, len(name) + 1)):
-            places = _after(part, name, places)
+            places = part(name, places)
         found = places
         for _ in range(min(most - least, len(name) + 1)):
-            places = _after(part, name, places) - found
+            places = part(name, places) & ~found
             if not places:
                 break
             found |= places
         return found
 
-    return _remembered(ends)
+    return after
 
 
-def _one(test: Callable[[str], bool]) -> Ends:
+def _looked(part: Part, *, behind: bool, wanted: bool) -> Part:
+    def is_there(name: str, at: int) -> bool:
+        if behind:
+            return any(part(name, 1 << before) >> at & 1 for before in range(at + 1))
+        return bool(part(name, 1 << at))
+
+    return lambda name, places: _union(1 << at for at in _each(places) if is_there(name, at) == wanted)
+
+
+def _one(test: Callable[[str], bool]) -> Part:
     """Return a part that matches one character."""
-    return lambda name, start: frozenset([start + 1] if start < len(name) and test(name[start]) else [])
+
+    @functools.lru_cache(1)
+    def matching(name: str) -> int:
+        return _union(1 << at for at, char in enumerate(name) if test(char))
+
+    return lambda name, places: (places & matching(name)) << 1
 
 
 def _test(op: Any, value: Any, flags: int) -> Callable[[str], bool]:
@@ -184,7 +200,7 @@ def _is_in(item: tuple[Any, Any], char: str) -> bool:
     return _IN_CATEGORY[value](char)
 
 
-def _is_at(where: Any, name: str, place: int, flags: int) -> bool:
+def _is_at(where: Any, name: str, place: int) -> bool:
     if where is ops.AT_BEGINNING or where is ops.AT_BEGINNING_STRING:
         return place == 0
     if where is ops.AT_END or where is ops.AT_END_STRING:
