@@ -50,8 +50,10 @@ def refusals(path: Path, problem: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ModelError, MemoryError):
+    except ModelError:
         raise
+    except MemoryError:
+        raise ModelError(f"{path}: {problem}: not enough memory") from None
     except Exception as error:  # boundary: code that is not ours, about files that are not ours either
         raise ModelError(f"{path}: {problem}: {first_line(error)}") from None
 

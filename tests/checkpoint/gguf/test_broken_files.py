@@ -113,6 +113,8 @@ HUGE = 2**63
         (build([], [entry(b"a", (32, 4), 0, 2**62)]), "tensor 'a': file is truncated or an offset is wrong"),
         (build([], [entry(b"a", (32, 4), 0, 0)], data=100), "tensor 'a': file is truncated or an offset is wrong"),
         (build([], [entry(b"a", (32, 4), 0, 0), entry(b"b", (8,), 0, 32)]), "tensor 'b': overlaps tensor 'a'"),
+        (build([], [entry(b"a", (32, 4), 0, 0)], data=2**21), "file has 2096640 bytes that belong to no tensor"),
+        (build([], [entry(b"a", (32, 4), 0, 2**21)], data=2**21 + 512), "file has 2097152 bytes that belong to no"),
     ],
 )
 def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, words: str) -> None:

@@ -29,6 +29,7 @@ MAX_KEY_BYTES = 65535
 MAX_DIMENSIONS = 4
 MAX_SIZE = 2**40  # of one dimension
 MAX_SHARDS = 1000
+MAX_UNUSED_BYTES = 2**20
 STRING, ARRAY, BOOL = 8, 9, 7
 # type in the file -> numpy type
 SCALARS = {
@@ -150,7 +151,8 @@ class GGUFFile:
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise cursor.error(f"is {echo(alignment)} (expected a power of two up to 2^20)")
-        start = -(-cursor.position // alignment) * alignment
+        self._alignment = alignment
+        self._data_start = start = -(-cursor.position // alignment) * alignment
         entries = {}
         for name, (kind, shape, size, offset) in found.items():
             if offset % alignment:
@@ -160,8 +162,8 @@ class GGUFFile:
         return entries
 
     def _check_layout(self) -> None:
-        """Verify that tensors lie within the file and do not overlap."""
-        position, previous = 0, ""
+        """Verify that tensors lie within the file, do not overlap, and fill it but for padding."""
+        position, previous, unused = self._data_start, "", 0
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             where = f"{self.path}: tensor {echo(name)}"
             if entry.end > self._file.size:
@@ -171,7 +173,14 @@ class GGUFFile:
                 )
             if entry.begin < position:
                 raise ModelError(f"{where}: overlaps tensor {echo(previous)}")
+            unused += entry.begin - position
             position, previous = entry.end, name
+        unused += self._file.size - position
+        if unused > (len(self.entries) + 1) * self._alignment + MAX_UNUSED_BYTES:
+            raise ModelError(
+                f"{self.path}: file has {unused} bytes that belong to no tensor (expected at most {MAX_UNUSED_BYTES} "
+                "besides padding)"
+            )
 
 
 def _read_entry(cursor: _Cursor) -> tuple[int, tuple[int, ...], int, int]:
