@@ -11,6 +11,38 @@ from quire.server.field_names import FieldNames
 
 
 @pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "null"),
+        (True, "true"),
+        ([None, False, "a", 1.5, {"b": []}], '[null, false, "a", 1.5, {"b": []}]'),
+        (("a", 1), '["a", 1]'),
+        ("it's", '"it\'s"'),
+        ("a\n\x1b\u2028", r"'a\n\x1b\u2028'"),
+        (["a\n\x1b\u2028\x85\ud800\u202e\xe9"], '["a\\n\\u001b\\u2028\\u0085\\ud800\\u202e\xe9"]'),
+        ("x" * 300, "'" + "x" * 199 + "..."),
+        (["x" * 300], '["' + "x" * 198 + "..."),
+        ([0] * 21, "a list of 21 items"),
+        ({str(key): 0 for key in range(21)}, "an object of 21 items"),
+        (2**600, "a very large integer"),
+        (float("inf"), "inf"),
+        ([float("nan")], "[NaN]"),
+        ({1: object}, "{1: <class 'object'>}"),
+        (b"x", "b'x'"),
+    ],
+)
+def test_values_are_repeated_as_json_has_them_in_one_short_line(value: object, expected: str) -> None:
+    assert errors.echo(value) == expected
+
+
+def test_what_is_nested_too_deeply_is_repeated_all_the_same() -> None:
+    value: object = []
+    for _ in range(500):
+        value = [value]
+    assert errors.echo(value) == "[" * 200 + "..."
+
+
+@pytest.mark.parametrize(
     ("message", "name", "new_name", "expected"),
     [
         (

@@ -19,6 +19,7 @@ boundary (`ErrorData`). Rendering to JSON lives in `server.errors`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -29,13 +30,41 @@ MAX_ECHO = 200
 
 
 def echo(value: Any) -> str:
-    """Return `value` as it may be repeated in an error message: at most 200 characters, control characters escaped."""
+    """Return `value` as it may be repeated in an error message: at most 200 characters, control characters escaped.
+
+    JSON data is spelled as in JSON, also where it came from Python, so that an error reads the same everywhere; but a
+    text by itself stands in single quotes, as names do.
+    """
     if isinstance(value, list | tuple | dict | set) and len(value) > 20:
-        return f"a {type(value).__name__} of {len(value)} items"
+        return f"{kind_of(value)} of {len(value)} items"
     if isinstance(value, str | bytes):
-        value = value[: MAX_ECHO + 1]
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 512 else "a very large integer"
+        return _cut(repr(value[: MAX_ECHO + 1]))
+    if isinstance(value, int) and value.bit_length() >= 512:
+        return "a very large integer"
+    if value is None or isinstance(value, bool | list | tuple | dict):
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):  # it holds other objects
+            text = repr(value)
+        return _cut("".join([char if char.isprintable() else escaped(char) for char in text[: MAX_ECHO + 1]]))
+    return _cut(repr(value))
+
+
+def escaped(char: str) -> str:
+    """Return a character as JSON may have it in a text, in ASCII."""
+    return json.dumps(char)[1:-1]
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of JSON is, in JSON's words; of other types, the name."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {str: "a string", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def listed(texts: Iterable[str], most: int = 20) -> str:

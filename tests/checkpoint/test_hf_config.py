@@ -147,7 +147,7 @@ def test_smollm3_names_the_layers_of_its_window(read: Any) -> None:
     [
         (
             {"layer_types": ["full_attention"]},
-            "layer_types is ['full_attention'] (expected a list of num_hidden_layers, 2",
+            'layer_types is ["full_attention"] (expected a list of num_hidden_layers, 2',
         ),
         ({"layer_types": ["full_attention", "linear"]}, "(expected names among full_attention, sliding_attention)"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing (expected a window"),
@@ -333,7 +333,7 @@ def test_falcon_with_alibi_does_not_rotate(read: Any) -> None:
     [
         (1.5, "partial_rotary_factor is 1.5 (expected a share of each head, above 0 and up to 1)"),
         (0.4, "the rotated part of a head, set by partial_rotary_factor, is 3 (expected an even number from 2"),
-        (True, "partial_rotary_factor is True (expected a number above 0)"),
+        (True, "partial_rotary_factor is true (expected a number above 0)"),
     ],
 )
 def test_a_part_that_no_head_has(read: Any, share: object, words: str) -> None:

@@ -187,7 +187,7 @@ def test_what_is_not_supported_is_named(entries: Entries, words: str, tmp_path: 
         ("modules.json", "[", "not JSON"),
         ("config_sentence_transformers.json", '{"prompts": {"a": 1}}', "prompts.a is 1"),
         ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "default_prompt_name is 'q'"),
-        ("sentence_bert_config.json", '{"do_lower_case": true}', "do_lower_case is True"),
+        ("sentence_bert_config.json", '{"do_lower_case": true}', "do_lower_case is true"),
         ("config.json", json.dumps({**BERT, "position_embedding_type": "relative_key"}), "position_embedding_type"),
     ],
 )

@@ -124,7 +124,7 @@ def test_what_does_not_fit_this_machine_is_refused(tmp_path: Path, convert: Conv
     again = rf"convert again: quire convert {source} {out} --format packed --force"
     with pytest.raises(ModelError, match=rf"was packed for dtype 'bfloat16', and this is 'float32'; {again}"):
         model(out)
-    with pytest.raises(ModelError, match=r"was packed for quantization None, and this is 'int8'"):
+    with pytest.raises(ModelError, match=r"was packed for quantization null, and this is 'int8'"):
         model(out, "bfloat16", "int8")
     with pytest.raises(ModelError, match=r"was packed for config '.*', and this is '"):
         backend = create_backend("cpu", "bfloat16", "float32", 1)

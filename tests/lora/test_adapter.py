@@ -91,8 +91,8 @@ def test_half_the_layers(tmp_path: Path, targets: dict[str, LoRATarget]) -> None
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"use_dora": True}, "use_dora is True: DoRA rescales"),
-    ({"lora_bias": True}, "lora_bias is True"),
+    ({"use_dora": True}, "use_dora is true: DoRA rescales"),
+    ({"lora_bias": True}, "lora_bias is true"),
     ({"bias": "all"}, "bias is 'all' \\(expected none"),
     ({"peft_type": "IA3"}, "peft_type is 'IA3' \\(expected LORA"),
     ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),

@@ -10,6 +10,7 @@ import httpx
 from tests.helpers.live_server import LiveServer
 
 LEAKS = re.compile(r"/(home|tmp|usr|root|var|opt)/|0x[0-9a-f]{6,}|Traceback|site-packages")
+PYTHON = re.compile(r"\b(None|True|False|NoneType|bool|dict|int|str|tuple|float)\b(?!')")
 JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 HI = [{"role": "user", "content": "hi"}]
@@ -58,6 +59,7 @@ def check_refused(
         kind = "invalid_request_error" if status < 500 else "server_error"
         assert body == {"error": {"message": message, "type": kind, "code": wanted[0], "param": wanted[1]}}, error
     assert message and message.isprintable()
+    assert not PYTHON.search(message), message
     for word in words:
         assert word in message, message
     return str(message)

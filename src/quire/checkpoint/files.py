@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quire.errors import ModelError, echo
+from quire.errors import ModelError, echo, kind_of
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_VALUES = 2**22  # of one file: several times those of the largest vocabularies; as objects they take a gigabyte
@@ -112,7 +112,7 @@ def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
         raise ModelError(f"{path}: not enough memory to parse the {len(data)} bytes of the {part}") from None
     if not isinstance(value, kind):
         expected = "a JSON object" if kind is dict else "a JSON list"
-        raise ModelError(f"{path}: {part} holds a {type(value).__name__} (expected {expected})")
+        raise ModelError(f"{path}: {part} holds {kind_of(value)} (expected {expected})")
     return value
 
 

@@ -27,7 +27,7 @@ from quire.checks import (
     wrong_type,
     wrong_value,
 )
-from quire.errors import RequestError, echo
+from quire.errors import RequestError, echo, kind_of
 from quire.server.errors import HTTPProblem, release_body
 from quire.server.json_io import (
     MAX_VALUES,
@@ -132,7 +132,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     _check_depth(value)
     if not isinstance(value, dict):
         raise RequestError(
-            f"the body must be a JSON object, got {echo(value) if not isinstance(value, list) else 'a list'}",
+            f"the body must be a JSON object, got {kind_of(value)}",
             code="invalid_type",
         )
     return value
