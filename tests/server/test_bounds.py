@@ -63,8 +63,9 @@ def test_one_address_leaves_connections_to_others(make_server: MakeServer) -> No
     server = make_server(max_connections=8)
     held = [server.connect() for _ in range(6)]
     server.wait_until(lambda: len(server.connections) == 6)
+    claim = "X-Forwarded-For: 192.0.2.1\r\nForwarded: for=192.0.2.1\r\nX-Real-IP: 192.0.2.1\r\n"
     for _ in range(2 * http.PROBE_CONNECTIONS):  # those that are refused leave their places at once
-        check_cut_off(server.raw(request_bytes(COMPLETIONS, BODY)), 503, "engine_overloaded")
+        check_cut_off(server.raw(request_bytes(COMPLETIONS, BODY, claim)), 503, "engine_overloaded")
     assert status_of(server.raw(GET + b"\r\n")) == 200, "of the same address, as behind a proxy"
     with socket.create_connection(server.listener.getsockname(), 20, ("127.0.0.2", 0)) as other:
         other.sendall(GET + CLOSE + b"\r\n")
