@@ -1,6 +1,6 @@
 """Weights of linear layers and products with them: cuBLAS for floats, Triton kernels for what is quantized.
 
-Up to four rows go through `gemv_kernels.py`, whatever the weight is: there reading it is all that counts. More rows of
+One row and two go through `gemv_kernels.py`, whatever the weight is: there reading it is all that counts. More rows of
 floats are cuBLAS's, of E4M3 too where the chip multiplies it; everything else, and everything where a row's bits must
 not depend on the batch, is `gemm_kernels.py`. What a weight is made of is in `linear_weights.py`.
 """
@@ -30,7 +30,7 @@ from quire.kernels.gpu.tuned_configs import KernelConfig
 from quire.kernels.weight_storage import stored_layout
 
 MAX_GEMV_ROWS = 4  # that `gemv_kernel` has sums for
-MAX_NIBBLE_ROWS = 2  # beyond that decoded nibbles and their inputs do not fit into registers
+GEMV_ROWS = 2  # that it multiplies by default: with four of floats it took 1.5 to 1.8 times cuBLAS's time on an H200
 NIBBLES = ("int4", "table")
 NATIVE_FP8 = (8, 9)  # the first compute capability that converts and multiplies E4M3
 TILE_ROWS = (16, 32, 64, 128)  # rows of x of a tile
@@ -202,10 +202,8 @@ class LinearOps(ArrayOps):
         known = launches.get("most rows")
         if known is None:
             key = f"{weight.kind}:{weight.outputs}x{weight.inputs}"
-            most = MAX_NIBBLE_ROWS if weight.kind in NIBBLES else MAX_GEMV_ROWS
-            default = {
-                "rows": most if self._compiled or weight.kind != "float" else 0
-            }  # the interpreter needs seconds for it
+            # Triton's interpreter needs seconds for floats.
+            default = {"rows": GEMV_ROWS if self._compiled or weight.kind != "float" else 0}
             known = launches["most rows"] = self.tuned_configs.get("gemv_rows", key, default)
         return bool(rows <= known["rows"])
 
