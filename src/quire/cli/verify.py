@@ -53,14 +53,14 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(values.get("log_level", "error"))
     from quire.checkpoint.folder import resolve_model
     from quire.engine.resolve import load_info, resolve_config
-    from quire.tokenizer.tokenizer import Tokenizer
+    from quire.frontend.tokenizer_check import load_tokenizer
     from quire.verify.check import as_json, verify
 
     info = load_info(config)
     model, tokenizer = config.model, None
     if not model.skip_tokenizer_init:
         named = model.tokenizer and resolve_model(model.tokenizer, download_dir=model.download_dir)
-        tokenizer = Tokenizer.from_folder(named or info.path)
+        tokenizer = load_tokenizer(named or info.path)
     report = verify(
         resolve_config(config, info),
         info,

@@ -25,6 +25,7 @@ from quire.frontend.formats.message import MessageSpec, Tool
 from quire.frontend.formats.registry import MessageFormat, format_named
 from quire.frontend.grammars import Job, MessageJob, StructuredOutputJob
 from quire.frontend.prompts import Params
+from quire.frontend.tokenizer_check import load_tokenizer
 from quire.pooling_params import PoolingParams
 from quire.sampling.processors import registered_names
 from quire.sampling_params import SamplingParams
@@ -205,7 +206,7 @@ def load_front_model(config: EngineConfig) -> FrontModel:
         folder = info.path
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = load_tokenizer(folder)
         chat_template = _load_template(model, tokenizer, folder, workers)
     return FrontModel(
         info,

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest, ResumedSequence
-from quire.errors import EngineAsleepError, ErrorData, QuireError, RequestError
+from quire.errors import EngineAsleepError, ErrorData, GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.replay import REST, remaining
 from quire.frontend.stats import FinishedRequest, StatListener
@@ -113,7 +113,7 @@ class _Completion:
             self.finish("stop", self.detokenizer.matched)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
-        if self.finish_reason == "error":
+        if self.finish_reason == "error" and self.error is None:
             failed = output.error or ErrorData("GenerationError", "the engine failed on this request")
             self.error = failed.exception()
         return found
@@ -121,7 +121,12 @@ class _Completion:
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the completion; text held back so far comes out."""
         if self.detokenizer is not None:
-            rest = self.detokenizer.flush()
+            rest = ""
+            try:
+                rest = self.detokenizer.flush()
+            except GenerationError as error:
+                if reason != "abort":
+                    reason, self.error = "error", self.error or error
             if rest:
                 self.text_parts.append(rest)
             if self.detokenizer.matched is not None and reason not in ("abort", "error"):
@@ -478,7 +483,12 @@ class OutputProcessor:
             if entry is None:
                 continue  # aborted while the step ran
             state, completion = entry
-            self._note_prompt(state, completion, output)
+            try:
+                self._note_prompt(state, completion, output)
+            except GenerationError as error:
+                aborts += self._end_undecodable(state, error)
+                updated[state.request_id] = state
+                continue
             if not output.new_token_ids and output.finish_reason is None:
                 continue  # a part of a prompt
             if output.error is not None and not any(item.error for item in state.completions):
@@ -491,7 +501,12 @@ class OutputProcessor:
                     num_prompt_tokens += len(state.prompt_token_ids)
                 self._note_tokens(state, completion, now)
             num_before = completion.num_tokens
-            found = completion.add(output, self._note_logprobs, state.cut_stop_token)
+            try:
+                found = completion.add(output, self._note_logprobs, state.cut_stop_token)
+            except GenerationError as error:
+                aborts += self._end_undecodable(state, error)
+                updated[state.request_id] = state
+                continue
             if output.beams:
                 state.set_beams(output.beams)
                 num_generation_tokens += state.num_generated_tokens
@@ -506,6 +521,13 @@ class OutputProcessor:
         for state in updated.values():
             state.touch()
         return list(updated.values()), aborts
+
+    def _end_undecodable(self, state: RequestState, error: GenerationError) -> list[str]:
+        """End a request whose tokens the tokenizer cannot decode; return the engine ids to abort."""
+        logger.warning("request %s: %s", state.request_id, error.message)
+        for completion in state.completions:
+            completion.detokenizer = None
+        return self._end(state, "error", error)
 
     def _note_prompt(self, state: RequestState, completion: _Completion, output: SequenceOutput) -> None:
         """Record what concerns the request as a whole."""

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from quire import logs
@@ -72,6 +73,8 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._closed = False
+        # Not __del__: in a cycle of garbage, that may come after the sockets were found to be open.
+        weakref.finalize(self, _kill_all, self._idle).atexit = False
 
     def run(self, job: bytes, timeout: float, *, retry: bool = True) -> bytes:
         """Return the result of a job. Blocks up to some seconds.
@@ -115,9 +118,9 @@ class WorkerPool:
         """End the processes; those at work end with their jobs. A later job has a process of its own."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.kill()
+            idle = list(self._idle)
+            self._idle.clear()
+        _kill_all(idle)
 
     def _new(self) -> _Worker:
         return _Worker(self._module, self._what, self._memory)
@@ -139,9 +142,6 @@ class WorkerPool:
                 self._idle.append(worker)
                 return
         worker.kill()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class _Worker:
@@ -206,6 +206,11 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         self._socket.close()
+
+
+def _kill_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def send(connection: socket.socket, data: bytes) -> None:

@@ -1,27 +1,68 @@
 """`Tokenizer`: text to token ids and back, from the files of a model folder. Chat templates are rendered in `chat`.
 
-It wraps `tokenizers.Tokenizer`. Decoding is our own where the decoder allows (see `pieces`), so that decoding at once
-and decoding token by token give the same text. Where it differs from the library: bytes that are not UTF-8 become one
-U+FFFD per broken sequence, and do not spoil the characters beside them.
+It wraps `tokenizers.Tokenizer`, whose errors and panics become errors of the text that is encoded or decoded. Decoding
+is our own where the decoder allows (see `pieces`), so that decoding at once and decoding token by token give the same
+text. Where it differs from the library: bytes that are not UTF-8 become one U+FFFD per broken sequence, and do not
+spoil the characters beside them.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken
 
 from quire.checks import check_unicode
+from quire.errors import GenerationError, RequestError, first_line
 from quire.tokenizer.files import read_tokenizer_folder
+from quire.tokenizer.gguf import build
 from quire.tokenizer.pieces import Pieces, pieces_of
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 RELEASE_GIL_CHARS = 2048
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TokenizerPanicError(RequestError):
+    """The library panicked on a text: it broke one of its own assumptions, and raised what is no `Exception`.
+
+    `reason` is what it said.
+    """
+
+    reason = ""
+
+
+def encoded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the library on a text of a request. Whatever it raises becomes a `RequestError`."""
+    try:
+        return function(*args, **kwargs)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # it raises plain Exception, and its panics are not even that
+        reason = first_line(error)
+        message = f"the tokenizer fails on this text ({reason})"
+        if isinstance(error, Exception):
+            raise RequestError(message, param="prompt") from None
+        panic = TokenizerPanicError(message, param="prompt")
+        panic.reason = reason
+        raise panic from None
+
+
+def decoded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the library on token ids. Whatever it raises becomes a `GenerationError`."""
+    try:
+        return function(*args, **kwargs)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # as above
+        raise GenerationError(f"the tokenizer fails to decode these tokens ({first_line(error)})") from None
 
 
 class Tokenizer:
@@ -59,7 +100,8 @@ class Tokenizer:
         Raises:
             ModelError: there are no such files (the message lists them), or one of them is malformed.
         """
-        return cls(*read_tokenizer_folder(path))
+        files = read_tokenizer_folder(path)
+        return build(lambda: cls(*files), f"{path}: no tokenizer that can be used")
 
     def _mark_special(self, texts: Iterable[str]) -> None:
         """Make sure that the tokens the side files name are special; tokens outside the vocabulary are left alone."""
@@ -104,13 +146,13 @@ class Tokenizer:
             add_special_tokens: put the tokens around it that the model expects, such as a beginning-of-text token.
 
         Raises:
-            RequestError: the text has a lone surrogate, which no UTF-8 text can hold.
+            RequestError: the text has a lone surrogate, which no UTF-8 text can hold, or the tokenizer fails on it.
         """
         check_unicode(text, "prompt")
         if len(text) < RELEASE_GIL_CHARS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return encoded(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
         # Only the batch calls of the library let other threads run.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return encoded(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_within(self, text: str, most: int) -> list[int]:
         """Return the first ids of `text` that leave room for the tokens around it, `most` in all; see `encode`."""
@@ -130,23 +172,23 @@ class Tokenizer:
         """
         check_unicode(first, "prompt")
         check_unicode(second or "", "prompt")
-        left = self._backend.encode(first, add_special_tokens=False)
-        right = None if second is None else self._backend.encode(second, add_special_tokens=False)
+        left = encoded(self._backend.encode, first, add_special_tokens=False)
+        right = None if second is None else encoded(self._backend.encode, second, add_special_tokens=False)
         if most is not None:
             room = max(most - self._backend.num_special_tokens_to_add(right is not None), 0)
             num_left, num_right = truncate_longest_first(len(left.ids), 0 if right is None else len(right.ids), room)
             left.truncate(num_left)
             if right is not None:
                 right.truncate(num_right)
-        whole = self._backend.post_process(left, right, add_special_tokens=True)
+        whole = encoded(self._backend.post_process, left, right, add_special_tokens=True)
         return whole.ids, whole.type_ids.index(1) if 1 in whole.type_ids else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids without a token are left out."""
+        """Return the text of token ids; ids without a token are left out. Raises `GenerationError` if it fails."""
         if skip_special_tokens:
             ids = [index for index in ids if index not in self.special_ids]
         if self.pieces is None:
-            return self._backend.decode(list(ids), skip_special_tokens=False)
+            return decoded(self._backend.decode, list(ids), skip_special_tokens=False)
         if not ids:
             return ""
         get = self.pieces.get
@@ -157,7 +199,7 @@ class Tokenizer:
         """Return what a token adds to a text, in bytes; perhaps only a part of a character."""
         if self.pieces is not None:
             return self.pieces.get(token_id)
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return decoded(self._backend.decode, [token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
         """Return what a token adds to a text; U+FFFD stands for parts of characters."""
@@ -223,7 +265,7 @@ class PlainTextEncoder:
     def __init__(
         self, original: tokenizers.Tokenizer, added: Mapping[int, AddedToken], control_ids: frozenset[int]
     ) -> None:
-        self._backend = tokenizers.Tokenizer(original.model)
+        self._backend = encoded(tokenizers.Tokenizer, original.model)
         if original.normalizer is not None:
             self._backend.normalizer = original.normalizer
         if original.pre_tokenizer is not None:
@@ -231,14 +273,14 @@ class PlainTextEncoder:
         self._control_ids = control_ids
         self._names = {index: f"\x02{secrets.token_hex(8)}.{index}\x03" for index in control_ids}
         texts = {index: self._names.get(index, token.content) for index, token in added.items()}
-        self._backend.add_tokens([_renamed(token, texts[index]) for index, token in added.items()])
+        encoded(self._backend.add_tokens, [_renamed(token, texts[index]) for index, token in added.items()])
         self._originals = {self._backend.token_to_id(text): index for index, text in texts.items()}
 
     def encode(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of text and control tokens; see `Tokenizer.encode_segments`."""
         text = "".join([part if isinstance(part, str) else self._names[part] for part in segments])
         check_unicode(text, "prompt")
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = encoded(self._backend.encode, text, add_special_tokens=False)
         ids: list[int] = []
         for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if index in self._originals:
@@ -251,10 +293,10 @@ class PlainTextEncoder:
         return ids
 
     def _spell(self, text: str) -> list[int]:
-        anchor = self._backend.encode("\n", add_special_tokens=False).ids
+        anchor = encoded(self._backend.encode, "\n", add_special_tokens=False).ids
         ids: list[int] = []
         for char in text:
-            spelled = self._backend.encode("\n" + char, add_special_tokens=False).ids
+            spelled = encoded(self._backend.encode, "\n" + char, add_special_tokens=False).ids
             ids.extend(index for index in spelled[len(anchor) :] if index not in self._control_ids)
         return ids
 

@@ -197,10 +197,10 @@ async def wait_until_ready(client: HttpClient, seconds: float) -> tuple[str, int
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer that prompts are made with. Raises `ConfigError` naming --tokenizer."""
     from quire.checkpoint.folder import resolve_model
-    from quire.tokenizer.tokenizer import Tokenizer
+    from quire.frontend.tokenizer_check import load_tokenizer as load
 
     try:
-        return Tokenizer.from_folder(resolve_model(name))
+        return load(resolve_model(name))
     except QuireError as error:
         raise ConfigError(f"no tokenizer to make prompts with; give --tokenizer: {error.message}") from None
 
