@@ -39,6 +39,7 @@ from quire.server.app import build_app
 from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
 from quire.server.health import liveness
+from quire.server.json_io import return_large_blocks
 from quire.server.listen import listening, reload_certificate, url_of, uvicorn_config
 from quire.server.metrics import Metrics, ModelMetrics
 from quire.server.model_entry import ModelEntry
@@ -94,6 +95,7 @@ def run_server(
         QuireError: the engine could not start, or died.
     """
     make_llm = make_llm if first is None else FirstEngine(first)
+    return_large_blocks()
     models = [
         dataclasses.replace(entry, config=with_key_weights(entry.config))
         for entry in entries or [ModelEntry(config=config)]
