@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,16 +59,9 @@ def test_large_bodies_side_by_side_take_little_memory_and_give_it_back(server: S
         before = {pid: memory(pid, "VmRSS") for pid in begun}
         for pid in begun:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # begin anew with VmHWM
-        statuses: list[int] = []
-        given = json.loads(body)
-        threads = [
-            threading.Thread(target=lambda: statuses.append(server.post(path, given)[0])) for _ in range(AT_ONCE)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert set(statuses) <= {200, 400} and len(statuses) == AT_ONCE
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            statuses = [status for status, _ in pool.map(server.post, [path] * AT_ONCE, [json.loads(body)] * AT_ONCE)]
+        assert set(statuses) <= {200, 400}
         peak = sum(memory(pid, "VmHWM") - size for pid, size in before.items())
         print(f"{path}: {peak / 2**20:.0f} MiB at most beside {sum(before.values()) / 2**20:.0f} MiB")
         assert peak < MOST_AT_ONCE, path
