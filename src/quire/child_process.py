@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,11 @@ def start_module(
         arguments: `sys.argv[1:]` of the child.
         on_exit: called with the exit code when it has ended, in another thread. options: of `Popen`.
     """
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.environ.get("PYTHONPATH")
-    environment = dict(os.environ, PYTHONPATH=root + (os.pathsep + path if path else ""))
     started: Future[subprocess.Popen[bytes]] = Future()
 
     def run() -> None:
         try:
-            command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), module, *arguments]
-            process = subprocess.Popen(command, env=environment, **options)
+            process = start_module_here(module, *arguments, **options)
         except BaseException as error:  # thread boundary: it is for the caller
             started.set_exception(error)
             return
@@ -50,6 +46,17 @@ def start_module(
     # It is a daemon, because no child may keep the interpreter from ending.
     threading.Thread(target=run, name=f"{module}-keeper", daemon=True).start()
     return started.result()
+
+
+def start_module_here(
+    module: str, *arguments: str, environment: Mapping[str, str] = os.environ, **options: Any
+) -> subprocess.Popen[bytes]:
+    """As `start_module`, from a thread that lasts as long as this process; the caller waits for the child."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = environment.get("PYTHONPATH")
+    with_path = dict(environment, PYTHONPATH=root + (os.pathsep + path if path else ""))
+    command = [sys.executable, "-P", "-m", "quire.child_process", str(os.getpid()), module, *arguments]
+    return subprocess.Popen(command, env=with_path, **options)
 
 
 def die_with_parent(parent: int) -> None:

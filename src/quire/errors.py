@@ -22,9 +22,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
-
-import msgspec
 
 MAX_ECHO = 200
 
@@ -189,7 +188,8 @@ class EngineDeadError(QuireError):
         self.suspects = tuple(suspects)
 
 
-class ErrorData(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ErrorData:
     """A `QuireError` as it is sent between processes.
 
     Attributes:

@@ -130,6 +130,17 @@ class ServerConfig:
         metavar="SECONDS",
     )
 
+    api_server_count: int = option(
+        1, "Number of processes that serve HTTP, all on the same engines and address.", low=1, high=64
+    )
+    front_stall_timeout: float = option(
+        3.0,
+        "Seconds after which a process that serves HTTP and does not react is replaced.",
+        low=2.0,
+        high=86400.0,
+        metavar="SECONDS",
+    )
+
     # Responses that are kept for later (POST /v1/responses).
     data_dir: str | None = option(
         None,

@@ -55,6 +55,7 @@ def test_every_option_has_a_flag_that_sets_it():
             "max_body_bytes": "2kib",
             "max_receiving_bytes": "2kib",
             "engine_stall_timeout": "2.5",
+            "front_stall_timeout": "2.5",
             "stored_response_ttl": "1.5",
         }.get(flag.name, word)
         words = [flag.option] if flag.kind is bool else [flag.option, word]

@@ -22,6 +22,7 @@ import pytest
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient, SocketClient
 from quire.engine.connection import FrameDecoder, encode_frame
+from quire.engine.launch import engine_options, launch
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
 from quire.engine.process import EngineProcess, ProcessClient, create_client
 from quire.engine.thread import ThreadClient
@@ -136,14 +137,17 @@ def test_secrets_stay_in_the_parent(folder: Path, monkeypatch: pytest.MonkeyPatc
         def __init__(self, command: list[str], *, stdin: int, pass_fds: tuple[int, ...], env: dict[str, str]) -> None:
             sent.append(repr((command, sorted(env.items()))).encode())
 
-        def kill(self) -> None: ...
+        def send_signal(self, number: int) -> None: ...
 
         def wait(self) -> int:
             return 0
 
     async def scenario() -> None:
         client = ProcessClient(config_for(folder, api_key=["hunter2"]))
-        client.spawn()
+        start = asyncio.create_task(client.start())
+        await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
         await client.close()
 
     monkeypatch.setattr(subprocess, "Popen", Started)
@@ -161,7 +165,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(CONFIG)
     config = config_for(folder, num_gpu_blocks_override=NUM_BLOCKS, max_model_len=512)
-    process = EngineProcess(config, module=faulty_engine.MODULE)
+    process = EngineProcess(launch(engine_options(config), faulty_engine.MODULE))
     yield process
     assert not process.exit_code.done(), "no client has ended it"
     asyncio.run(process.close())
@@ -340,7 +344,7 @@ def test_after_a_restart_of_the_engine_its_clients_connect_again(tmp_path: Path)
     config = config_for(tmp_path)
 
     async def scenario() -> None:
-        first = EngineProcess(config, module=faulty_engine.MODULE)
+        first = EngineProcess(launch(engine_options(config), faulty_engine.MODULE))
         clients = [SocketClient(first.connect()), SocketClient(first.connect())]
         ids = {(await client.start()).incarnation for client in clients}
         clients[0].send(request("bad", prompt=(KILL, 1)))
@@ -352,7 +356,7 @@ def test_after_a_restart_of_the_engine_its_clients_connect_again(tmp_path: Path)
         with pytest.raises(EngineDeadError):
             await clients[-1].start()
         await first.close()
-        second = EngineProcess(config, module=faulty_engine.MODULE)
+        second = EngineProcess(launch(engine_options(config), faulty_engine.MODULE))
         clients.append(SocketClient(second.connect()))
         ids.add((await clients[-1].start()).incarnation)
         clients[-1].send(request("a"))

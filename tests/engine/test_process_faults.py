@@ -25,7 +25,9 @@ import psutil
 import pytest
 import uvloop
 
+from quire.config import EngineConfig
 from quire.engine import heartbeat
+from quire.engine.launch import LaunchedEngine, engine_options, launch
 from quire.engine.messages import EngineOutputs
 from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
@@ -121,10 +123,15 @@ def test_an_engine_that_dies_in_a_step_leaves_the_names_of_those_in_it(
 
 def test_an_idle_engine_that_is_killed_suspects_nobody(folder: Path) -> None:
     async def scenario() -> None:
-        client = ProcessClient(config_for(folder), module=faulty_engine.MODULE)
+        options = engine_options(config_for(folder))
+        launched = await asyncio.to_thread(launch, options, faulty_engine.MODULE)
+        await asyncio.get_running_loop().shutdown_default_executor()  # it does not die with the thread
+
+        async def start_engine(config: EngineConfig) -> LaunchedEngine:
+            return launched
+
+        client = ProcessClient(config_for(folder), launch=start_engine)
         try:
-            await asyncio.to_thread(client.spawn)
-            await asyncio.get_running_loop().shutdown_default_executor()  # it does not die with the thread
             await client.start()
             client.send(request("short", max_tokens=1))
             await client.receive()
@@ -142,11 +149,11 @@ def test_an_idle_engine_that_is_killed_suspects_nobody(folder: Path) -> None:
 def test_an_engine_killed_while_it_loads_is_said_to_have_ended(folder: Path) -> None:
     async def scenario() -> None:
         client = ProcessClient(config_for(folder), module=faulty_engine.MODULE)
-        client.spawn()
-        assert client.process.pid is not None
+        start = asyncio.create_task(client.start())
+        await asyncio.sleep(0)
         os.kill(client.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="exit code -9"):
-            await client.start()
+            await start
         await client.close()
 
     run(scenario())
@@ -219,14 +226,14 @@ def test_a_connection_that_the_engine_has_no_room_for_is_refused_and_the_others_
         def __init__(self, command: object, *, pass_fds: tuple[int, ...], **options: object) -> None:
             inherited.append(socket.socket(fileno=os.dup(pass_fds[0])))
 
-        def kill(self) -> None:
+        def send_signal(self, number: int) -> None:
             inherited[0].close()
 
         def wait(self) -> int:
             return 0
 
     monkeypatch.setattr(subprocess, "Popen", Loading)
-    process = EngineProcess(config_for(folder))
+    process = EngineProcess(launch(engine_options(config_for(folder))))
     process._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
     with contextlib.ExitStack() as connections:
         with pytest.raises(OverloadedError, match="too many connections"):
@@ -247,7 +254,7 @@ def test_a_connection_that_the_engine_has_no_room_for_is_refused_and_the_others_
 def test_a_stopped_engine_is_stalled_until_it_goes_on_and_can_be_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.process.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("quire.engine.launch.CLOSE_SECONDS", 0.2)
 
     async def scenario() -> None:
         async with started(folder) as client:
@@ -325,7 +332,8 @@ async def main():
     if {load}:
         await client.start()
     else:
-        client.spawn()
+        start = asyncio.create_task(client.start())
+        await asyncio.sleep(0)
     compiler = GrammarCompiler()
     await asyncio.to_thread(compiler.compile, StructuredOutputJob(StructuredOutputParams(regex="a+")))
     print(client.process.pid, compiler._workers._idle[0].pid, flush=True)

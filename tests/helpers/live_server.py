@@ -16,9 +16,10 @@ import uvicorn
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.app import build_app
-from quire.server.listen import bind, url_of, uvicorn_config
+from quire.server.http_server import uvicorn_config
 from quire.server.metrics import Metrics
 from quire.server.model_entry import served_names
+from quire.supervisor.listen import bind, url_of
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_async_llm
 
 T = TypeVar("T")

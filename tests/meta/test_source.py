@@ -29,7 +29,7 @@ ENVIRONMENT_READERS = {
     "child_process.py": "PYTHONPATH, for the child",
     "cli/collect_env.py": "what a report of a problem should say",
     "frontend/tokenizer_check.py": "TOKENIZERS_PARALLELISM, which has no other switch, for the child",
-    "server/run.py": "how systemd says that it listens",
+    "supervisor/systemd.py": "how systemd says that it listens",
 }
 
 

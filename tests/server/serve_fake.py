@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from quire import logs
 from quire.config import EngineConfig
 from quire.engine.messages import CallResult, EngineOutputs, Ready, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import ModelError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
-from quire.server.run import run_server
+from quire.server.run import main as run_front
+from quire.supervisor.listen import listening
+from quire.supervisor.supervisor import Supervisor
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_front_model
 from tests.helpers.live_server import server_config
+
+MODE = "QUIRE_TEST_MODE"
 
 
 class Client(FakeClient):
@@ -52,7 +56,7 @@ class Client(FakeClient):
 
 
 def make_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
-    """Return an engine for `run_server`."""
+    """Return an engine for a front."""
     front = fake_front_model()
     engine = FakeEngine(vocab_size=front.info.vocab_size)
     return AsyncLLM(config, client=Client(engine), front_model=front, listeners=listeners)
@@ -61,17 +65,26 @@ def make_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLL
 def run(options: dict[str, Any], mode: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
     """Run a server in a forked process, with these streams as its standard ones, and exit with its code."""
     os.environ.update(environment)
+    os.environ[MODE] = mode
     for stream, number in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), number)
         stream.close()
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
-    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
-    Client.mode = mode
+    logs.setup("info")
+    config = server_config(**options)
+    started = {"options": config.to_kwargs(), "entries": None}
     try:
-        code = run_server(server_config(**options), make_llm)
+        with listening(config.server) as listener:
+            code = Supervisor(config.server, started, listener, module=__name__).run()
     except QuireError as error:
         print(f"error: {error.message}", file=sys.stderr)
         code = error.exit_code
     atexit._run_exitfuncs()  # a forked process ends without them
     sys.exit(code)
+
+
+def main() -> int:
+    """Entry point of the front."""
+    Client.mode = os.environ[MODE]
+    return run_front(make_llm)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from quire.server import http
-from quire.server.http import default_connections
+from quire.supervisor.connections import PROBE_CONNECTIONS, address_of, default_connections
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import COMPLETIONS, check_error
 from tests.server.sockets import (
@@ -46,8 +46,8 @@ def test_connections_beyond_the_limit_may_only_probe(make_server: MakeServer, mo
         answer = server.raw(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
         assert status_of(answer) == 200
         assert b"connection: close\r\n" in answer
-    probing = [server.connect() for _ in range(http.PROBE_CONNECTIONS)]
-    server.wait_until(lambda: len(server.connections) == 3 + http.PROBE_CONNECTIONS)
+    probing = [server.connect() for _ in range(PROBE_CONNECTIONS)]
+    server.wait_until(lambda: len(server.connections) == 3 + PROBE_CONNECTIONS)
     check_cut_off(server.raw(b""), 503, "engine_overloaded")
     for connection in probing:
         connection.close()
@@ -64,7 +64,7 @@ def test_one_address_leaves_connections_to_others(make_server: MakeServer) -> No
     held = [server.connect() for _ in range(6)]
     server.wait_until(lambda: len(server.connections) == 6)
     claim = "X-Forwarded-For: 192.0.2.1\r\nForwarded: for=192.0.2.1\r\nX-Real-IP: 192.0.2.1\r\n"
-    for _ in range(2 * http.PROBE_CONNECTIONS):  # those that are refused leave their places at once
+    for _ in range(2 * PROBE_CONNECTIONS):  # those that are refused leave their places at once
         check_cut_off(server.raw(request_bytes(COMPLETIONS, BODY, claim)), 503, "engine_overloaded")
     assert status_of(server.raw(GET + b"\r\n")) == 200, "of the same address, as behind a proxy"
     with socket.create_connection(server.listener.getsockname(), 20, ("127.0.0.2", 0)) as other:
@@ -110,13 +110,13 @@ def test_idle_connections_stay_while_there_is_room(
     ],
 )
 def test_a_network_of_ipv6_is_one_address(address: str, counted_as: str) -> None:
-    assert http._address_of((address, 1)) == counted_as
+    assert address_of((address, 1)) == counted_as
 
 
 POST_JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def begin_body(server: LiveServer, limits: http.ConnectionLimits, sent: int) -> socket.socket:
+def begin_body(server: LiveServer, limits: http.ReceivingLimit, sent: int) -> socket.socket:
     """Return a connection on which the first bytes of a body have arrived."""
     connection = server.connect()
     before = {body for body, _ in server.do(lambda: list(limits._incomplete.items()))}
@@ -125,24 +125,24 @@ def begin_body(server: LiveServer, limits: http.ConnectionLimits, sent: int) -> 
     return connection
 
 
-def limits_of(server: LiveServer) -> http.ConnectionLimits:
-    """Return the limits that the server's connections share."""
+def receiving_limit(server: LiveServer) -> http.ReceivingLimit:
+    """Return the limit of bodies that the server's connections share."""
     with server.connect():
         server.wait_until(lambda: bool(server.connections))
-        return next(iter(server.connections)).limits
+        return next(iter(server.connections)).receiving
 
 
 def test_bodies_that_are_received_are_bounded_together(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server(max_body_bytes=4096, max_receiving_bytes=10_000)
-    limits = limits_of(server)
+    limits = receiving_limit(server)
     slow = [begin_body(server, limits, 3000) for _ in range(3)]
     answer = server.raw(POST_JSON + b"Content-Length: 4096\r\n\r\n" + b" " * 2000)
     check_cut_off(answer, 503, "engine_overloaded")
     assert b"retry-after: 1\r\n" in answer
     assert server.http.post(COMPLETIONS, json=BODY).status_code == 200, "small ones still fit"
-    server.wait_until(lambda: limits.receiving_bytes == 9000)
+    server.wait_until(lambda: limits.num_bytes == 9000)
     monkeypatch.setattr(http, "BODY_SECONDS", 0.0)  # those that take long make room
     more = begin_body(server, limits, 1500)
     check_cut_off(read_all(slow[0]), 408, "request_timeout")
@@ -150,20 +150,20 @@ def test_bodies_that_are_received_are_bounded_together(
     assert b"invalid_json" in read_until(more, b"}}")
     for connection in (*slow, more):
         connection.close()
-    server.wait_until(lambda: idle(server) and limits.receiving_bytes == 0 and limits.num_connections <= 1)
+    server.wait_until(lambda: idle(server) and limits.num_bytes == 0)
 
 
 def test_a_body_that_has_arrived_is_not_slow(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "BODY_SECONDS", 0.0)
     server = make_server(max_body_bytes=4096, max_receiving_bytes=8192)
     sung = sing(server)
-    limits = limits_of(server)
+    limits = receiving_limit(server)
     with server.connect() as connection:
         connection.sendall(request_bytes(COMPLETIONS, {**ENDLESS, "max_tokens": 5000, "stream": True}))
         read_until(connection, b"data: ")
         waiting = request_bytes(COMPLETIONS, {**CANARY, "stop": ["-" * 999] * 3}, "Connection: close\r\n")
         connection.sendall(waiting)
-        server.wait_until(lambda: limits.receiving_bytes > 3000 and not limits._incomplete)
+        server.wait_until(lambda: limits.num_bytes > 3000 and not limits._incomplete)
         with begin_body(server, limits, 3000) as slow, begin_body(server, limits, 2500):
             check_cut_off(read_all(slow), 408, "request_timeout")
         assert json.dumps(sung).encode() in read_all(connection)

@@ -13,7 +13,7 @@ import pytest
 
 from quire.errors import EngineDeadError
 from quire.frontend import recovery
-from quire.server.run import notify, watchdog_seconds
+from quire.supervisor.systemd import notify, watchdog_seconds
 from tests.helpers.fake_engine import FakeClient, FakeEngine, fake_front_model
 from tests.helpers.live_server import LiveServer, MakeServer
 

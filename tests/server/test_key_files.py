@@ -18,7 +18,9 @@ from quire.errors import ConfigError, ModelError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.auth import ApiKeys, read_keys, with_key_weights
-from quire.server.run import run_server
+from quire.server.metrics import Metrics
+from quire.server.model_entry import ModelEntry
+from quire.server.run import create_pool
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
 
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}
@@ -201,7 +203,7 @@ def test_a_server_of_one_model_starts_with_the_weights_of_its_keys(tmp_path: Pat
 
     config = server_config(port=0, api_key_file=path, scheduling_policy="fair", tenant_weights={"eve": 3})
     with pytest.raises(ModelError, match="all that is tested"):
-        run_server(config, make_llm)
+        create_pool([ModelEntry(config=config)], config.server, make_llm, Metrics())
     assert [item.scheduler.tenant_weights for item in made] == [{"eve": 3, "ann": 2.5}]
 
 

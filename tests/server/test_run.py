@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import AddressInUseError, ConfigError
-from quire.server.listen import bind, url_of
+from quire.supervisor.listen import bind, url_of
 from tests.server.process import Process
 from tests.server.responses.asking import check_story, read_events
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from quire.errors import AddressInUseError, ConfigError
-from quire.server.listen import bind_unix, listening
 from quire.server.run import FileWatch
 from quire.server_config import ServerConfig
+from quire.supervisor.listen import bind_unix, listening
 from tests.server.process import Process
 
 BODY = {"model": "fake", "prompt": "a", "max_tokens": 2}

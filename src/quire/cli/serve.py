@@ -5,7 +5,6 @@ The file of `--models`, a list of models with options of their own, is read and 
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import socket
@@ -13,19 +12,19 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire import logs
 from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml
 from quire.config import CONFIG_GROUPS, SERVER_GROUPS, EngineConfig
+from quire.engine.launch import engine_options
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
-from quire.server.model_entry import ModelEntry, accepted_names
+from quire.server.model_entry import ModelEntry, accepted_names, served_names
 from quire.server_config import ServerConfig
-
-if TYPE_CHECKING:
-    from quire.engine.process import ProcessClient
+from quire.supervisor.listen import listening
+from quire.supervisor.supervisor import Supervisor
 
 FLAGS = flags_of(SERVER_GROUPS)
 
@@ -36,25 +35,16 @@ def run(values: dict[str, Any]) -> int:
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
     logs.setup(config.server.log_level, config.server.log_format)
-    first = start_engine(config) if entries is None and config.server.engine == "process" else None
-    try:
-        from quire.server.run import run_server  # heavy: only once the options are known to be good
-
-        return run_server(config, entries=None if entries is None else shared_out(entries), first=first)
-    except BaseException:
-        if first is not None:
-            first.kill()
-        raise
-
-
-def start_engine(config: EngineConfig) -> ProcessClient:
-    """Return a client whose process begins to load the model, while this one still imports what a server needs."""
-    from quire.engine.process import ProcessClient
-    from quire.server.auth import with_key_weights
-
-    client = ProcessClient(with_key_weights(config))
-    client.spawn()
-    return client
+    started = {
+        "options": config.to_kwargs(),
+        "entries": None if entries is None else [entry.to_kwargs() for entry in entries],
+    }
+    with listening(config.server) as listener:
+        supervisor = Supervisor(config.server, started, listener)
+        if entries is None and config.server.engine == "process" and config.server.api_key_file is None:
+            # It loads its model while the front still imports what a server needs.
+            supervisor.engines.find(served_names(config)[0], engine_options(config))
+        return supervisor.run()
 
 
 def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:
@@ -64,18 +54,6 @@ def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:
     for number, entry in enumerate(entries, 1):
         check_readable({"chat_template": entry.config.model.chat_template}, f"{path}: entry {number}: ")
     return entries
-
-
-def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
-    """Return the entries with their shares of the memory. Raises `ConfigError` if they do not fit into it."""
-    from quire.engine.shares import SharingModel, share_memory  # heavy, as above
-
-    models = [SharingModel(entry.names[0], entry.config, entry.pinned) for entry in entries]
-    most = entries[0].config.server.max_loaded_models or len(entries)
-    return [
-        dataclasses.replace(entry, config=share.config, max_model_len=share.max_model_len)
-        for entry, share in zip(entries, share_memory(models, min(most, len(entries))), strict=True)
-    ]
 
 
 def check_server(config: EngineConfig) -> None:
@@ -102,10 +80,6 @@ def check_server(config: EngineConfig) -> None:
         check_gpu()  # the engine, which takes longer to start, would find the same
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
-    if config.server.api_key_file is not None:
-        from quire.server.auth import read_keys  # not for everybody
-
-        read_keys(config.server.api_key_file, warn=False)
     if config.server.data_dir is not None:
         from quire.server.data_dir import prepare_data_dir  # not for everybody
 

@@ -56,7 +56,7 @@ class SocketClients:
         listener.setblocking(False)
         listener.set_inheritable(False)
         self._listener = listener
-        self._ready: Ready | None = None
+        self._ready: Callable[[], Ready] | None = None
         self._clients: dict[int, _Client] = {}
         self._by_fd: dict[int, _Client] = {}
         self._num_clients = 0
@@ -69,8 +69,8 @@ class SocketClients:
         self.closed = False
         self.on_wait: Callable[[], None] = lambda: None
 
-    def start(self, ready: Ready) -> None:
-        """Begin to answer clients; they may have connected before."""
+    def start(self, ready: Callable[[], Ready]) -> None:
+        """Begin to answer clients with what `ready` returns; they may have connected before."""
         self._ready = ready
 
     @property
@@ -197,7 +197,7 @@ class SocketClients:
         assert self._ready is not None, "nothing is read before start()"
         client.name = hello.client
         logger.debug("client %s is connected", client.name)
-        self.send(client.index, self._ready)
+        self.send(client.index, self._ready())
 
     def _refuse(self, client: _Client, reason: str) -> None:
         """Tell a client why it is disconnected, as far as it has room for that, and disconnect it."""

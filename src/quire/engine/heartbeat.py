@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from quire.engine.launch import HEARTBEAT_BYTES, anonymous_file
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 
@@ -29,16 +29,8 @@ MAX_POLL_SECONDS = 2.0  # of the time between two reads, so much counts
 
 _BEAT, _BEGAN, _TIMEOUT, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
 _HEAD = 128  # bytes
-_SLOT_BYTES = 1 << 17
+_SLOT_BYTES = (HEARTBEAT_BYTES - _HEAD) // 2
 _SECOND = 1_000_000_000
-
-
-def anonymous_file(name: str) -> int:
-    """Return a descriptor of an empty file without a name, in memory where the system can; for a child to inherit."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile(prefix=name) as file:  # unlinked from the beginning
-        return os.dup(file.fileno())
 
 
 class Heartbeat:
@@ -49,7 +41,7 @@ class Heartbeat:
     """
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, _HEAD + 2 * _SLOT_BYTES)
+        self._memory = mmap.mmap(fd, HEARTBEAT_BYTES)
         self._bytes = memoryview(self._memory)
         # Aligned and native, so that each number is written in one go.
         self._numbers = self._bytes[:_HEAD].cast("q")
@@ -117,7 +109,7 @@ def create_heartbeat() -> tuple[int, Heartbeat]:
     """Return a descriptor by which a child maps a new heartbeat, to be closed by the caller, and the heartbeat."""
     fd = anonymous_file("quire-heartbeat")
     try:
-        os.ftruncate(fd, _HEAD + 2 * _SLOT_BYTES)
+        os.ftruncate(fd, HEARTBEAT_BYTES)
         return fd, Heartbeat(fd)
     except BaseException:
         os.close(fd)

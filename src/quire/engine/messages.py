@@ -112,7 +112,8 @@ class Ready(msgspec.Struct, tag=True):
     """The model is loaded and the KV cache allocated.
 
     `lora_vocab_size`: most token ids that requests with a LoRA adapter may have; None where there are no adapters.
-    `incarnation`: of the engine; after a restart it is another one, and caches and adapters are gone.
+    `incarnation`: of the engine; after a restart it is another one, and caches and adapters are gone. `sleep_level`: as
+    in `EngineOutputs`, for a client that connects later.
     """
 
     num_blocks: int
@@ -122,6 +123,7 @@ class Ready(msgspec.Struct, tag=True):
     max_num_seqs: int
     lora_vocab_size: int | None = None
     incarnation: str = ""
+    sleep_level: int = 0
 
 
 class Failed(msgspec.Struct, tag=True):

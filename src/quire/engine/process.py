@@ -1,17 +1,14 @@
-"""The engine in a process of its own: `EngineProcess` in its parent, `main` in the process itself.
+"""The engine in a process of its own: `EngineProcess` is a handle of it, `main` in the process itself.
 
 `create_client` returns a client for an engine in a process or in a thread.
 
-The parent starts the process, watches it and ends it; it connects clients, itself (`ProcessClient`) or other processes.
-The child inherits a listener, by which clients are connected (`clients.py`), the memory of its heartbeat
-(`heartbeat.py`), and a file for its stacks; it gets its options as JSON on standard input. The parent decides when it
-ends, clients do not, and it never outlives its parent.
+`launch.py` starts the process. Its handle watches it and connects clients, here (`ProcessClient`) or in other
+processes. Whoever launched it decides when it ends, clients do not, and it never outlives its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -20,31 +17,28 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire import logs
-from quire.child_process import start_module
-from quire.config import CONFIG_GROUPS, EngineConfig
+from quire.config import EngineConfig
 from quire.engine.client import EndOfConnection, EngineClient, SocketClient
 from quire.engine.clients import SocketClients
-from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector, anonymous_file, create_heartbeat
+from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector
+from quire.engine.launch import MODULE, LaunchedEngine, engine_options, launch
 from quire.engine.messages import CallResult, EngineOutputs, Failed, Ready, ToEngine
 from quire.errors import EngineDeadError, OverloadedError, QuireError
-from quire.options import option_fields
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
 EXIT_SECONDS = 2.0  # from the end of a connection to the end of the process
 DUMP_SECONDS = 0.4
 DUMP_POLL_SECONDS = 0.05
@@ -53,48 +47,25 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 class EngineProcess:
-    """A parent's handle of an engine process, which is started at once and loads its model.
-
-    Args:
-        module: the child runs its `main`; tests pass another module than this one.
+    """A handle of an engine process, which was started and loads its model.
 
     Attributes:
         pid: process id. exit_code: set when the process has ended.
-
-    Raises:
-        EngineDeadError: the system starts no process.
     """
 
-    def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
-        self.exit_code: Future[int] = Future()
-        self.exit_code.set_running_or_notify_cancel()  # so that it cannot be cancelled
+    def __init__(self, launched: LaunchedEngine) -> None:
+        self.pid = launched.pid
+        self.exit_code = launched.exit_code
+        self._launched = launched
         self._closed = False
-        self._num_read = 0  # bytes of `_stacks`
-        try:
-            with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-                self._listener, listener = socket.socketpair()
-                ours.enter_context(self._listener)
-                theirs.enter_context(listener)
-                self._listener.setblocking(False)
-                beat, self._heartbeat = create_heartbeat()
-                theirs.callback(os.close, beat)
-                ours.callback(self._heartbeat.close)
-                # The engine writes its stacks to it on `DUMP_SIGNAL` and when it crashes. Both share its position.
-                self._stacks = ours.enter_context(os.fdopen(anonymous_file("quire-stacks"), "rb", buffering=0))
-                inherited = {"listener": listener.fileno(), "heartbeat": beat, "stacks": self._stacks.fileno()}
-                self._process = start_module(
-                    module, on_exit=self.exit_code.set_result, stdin=subprocess.PIPE, pass_fds=tuple(inherited.values())
-                )
-                self._shared = ours.pop_all()
-        except (OSError, RuntimeError) as error:  # of memory, descriptors, processes or threads
-            raise EngineDeadError(f"the engine process cannot be started: {error}") from error
+        self._listener = socket.socket(fileno=launched.listener)
+        self._listener.setblocking(False)
+        self._heartbeat = Heartbeat(launched.heartbeat)
+        os.close(launched.heartbeat)
+        # The engine writes its stacks to it on `DUMP_SIGNAL` and when it crashes. Both share its position.
+        self._stacks = os.fdopen(launched.stacks, "rb", buffering=0)
+        self._num_read = os.fstat(launched.stacks).st_size  # what is there was for an earlier handle
         self._stalls = StallDetector(self._heartbeat)
-        self.pid = self._process.pid
-        options = {**inherited, "log": logs.settings(), "options": _engine_options(config)}
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: its connections are at their ends
-            self._process.stdin.write(json.dumps(options).encode())
-            self._process.stdin.close()
 
     @property
     def request_ids(self) -> list[str]:
@@ -136,7 +107,7 @@ class EngineProcess:
             return ""
         doing, stacks = json.dumps(self._stalls.describe()), ""
         if self._loaded:  # before that it may not handle the signal yet, and would die of it
-            self._process.send_signal(DUMP_SIGNAL)
+            self._launched.signal(DUMP_SIGNAL)
             loop = asyncio.get_running_loop()
             deadline = loop.time() + DUMP_SECONDS
             while loop.time() < deadline:
@@ -168,59 +139,56 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process by force."""
-        self._process.kill()
+        self._launched.signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the process in order, then by force, and release everything shared with it."""
+        """End the process in order, then by force, unless others use it; release everything shared with it."""
         if self._closed:
             return
         reacts = self._loaded and not self.stalled_for()
         self._listener.close()
-        ended = asyncio.wrap_future(self.exit_code)
-        if reacts:
-            try:
-                await asyncio.wait_for(asyncio.shield(ended), CLOSE_SECONDS)
-            except TimeoutError:
-                logger.warning("the engine did not stop within %.0f s and is killed", CLOSE_SECONDS)
-        self.kill()
-        await ended
+        await self._launched.end(reacts)
         if not self._closed:
             self._closed = True
-            self._shared.close()
+            self._heartbeat.close()
+            self._stacks.close()
 
 
 class ProcessClient(EngineClient):
-    """The client that owns an engine process: it starts, watches and ends it. See `EngineProcess`.
+    """A client that has an engine process started, watches and ends it. See `EngineProcess`.
+
+    Args:
+        launch: starts the process; by default as a child of this one, that runs `main` of `module`.
 
     Attributes:
-        process: None before `spawn`.
+        process: None before `start`.
     """
 
-    def __init__(self, config: EngineConfig, *, module: str = __name__) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        module: str = MODULE,
+        launch: Callable[[EngineConfig], Awaitable[LaunchedEngine]] | None = None,
+    ) -> None:
         self._config = config
-        self._module = module
+        self._launch = launch or partial(_launch, module=module)
         self._client: SocketClient | None = None
         self._dead: EngineDeadError | None = None
         self.process: EngineProcess | None = None
 
-    def spawn(self) -> None:
-        """Start the process without waiting for it; `start` does this if it was not done before.
-
-        Raises `EngineDeadError` if it cannot be started.
-        """
-        self.process = EngineProcess(self._config, module=self._module)
-        self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
-
     async def start(self) -> Ready:
-        """Wait until the model is loaded.
+        """Start the process and wait until the model is loaded.
 
         Raises:
             ConfigError: the child reports bad options or a bad model. EngineDeadError: it could not be started, or
                 ended without a word.
         """
-        if self._client is None:
-            self.spawn()
-        assert self._client is not None and self.process is not None
+        try:
+            self.process = EngineProcess(await self._launch(self._config))
+        except (OSError, RuntimeError) as error:  # of memory, descriptors, processes or threads
+            raise EngineDeadError(f"the engine process cannot be started: {error}") from error
+        self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
         # The connection ends, too, unless a process that the engine has started keeps it open.
         asyncio.wrap_future(self.process.exit_code).add_done_callback(self._on_exit)
         try:
@@ -279,6 +247,10 @@ class ProcessClient(EngineClient):
         return self._dead
 
 
+async def _launch(config: EngineConfig, module: str) -> LaunchedEngine:
+    return launch(engine_options(config), module)
+
+
 def create_client(config: EngineConfig, kind: str) -> EngineClient:
     """Return a client, not started yet, for an engine in a "process" of its own or "inline" in a thread."""
     if kind == "process":
@@ -287,12 +259,6 @@ def create_client(config: EngineConfig, kind: str) -> EngineClient:
     from quire.engine.thread import ThreadClient
 
     return ThreadClient(config)
-
-
-def _engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the engine's options, without those of the server, which include secrets."""
-    values = config.to_kwargs()
-    return {item.name: values[item.name] for item in option_fields(CONFIG_GROUPS)}
 
 
 def _make_core(config: EngineConfig) -> EngineCore:
@@ -315,7 +281,8 @@ def serve(
         core = make_core(config)
         observer.idle()
         clients.on_wait = observer.wait
-        clients.start(msgspec.structs.replace(core.ready, incarnation=uuid.uuid4().hex))
+        ready = msgspec.structs.replace(core.ready, incarnation=uuid.uuid4().hex)
+        clients.start(lambda: msgspec.structs.replace(ready, sleep_level=core.sleep_level))
         run(core, clients, observer)
         observer.stop()
         core.close()

@@ -8,9 +8,8 @@ that call, not of later requests.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +71,7 @@ class AdapterRegistry:
         call: runs an operation of the engine.
 
     Attributes:
-        enabled: whether the engine serves adapters.
+        enabled: whether the engine serves adapters. on_change: called with what `restore` takes, after each change.
     """
 
     def __init__(self, config: EngineConfig, call: Callable[..., Awaitable[dict[str, Any]]]) -> None:
@@ -82,7 +81,8 @@ class AdapterRegistry:
         self._modules_loaded = False
         self._registered: dict[str, RegisteredAdapter] = {}
         self._loading: set[str] = set()
-        self._numbers = itertools.count(1)
+        self._last_number = 0
+        self.on_change: Callable[[dict[str, Any]], None] = lambda state: None
 
     @property
     def registered(self) -> list[RegisteredAdapter]:
@@ -94,9 +94,16 @@ class AdapterRegistry:
         found = self._registered.get(name)
         return None if found is None else found.request
 
-    def adopt(self, other: AdapterRegistry) -> None:
-        """Take over the adapters of the registry of an engine that this one's replaces."""
-        self._registered, self._numbers, self._modules_loaded = other._registered, other._numbers, other._modules_loaded
+    def state(self) -> dict[str, Any]:
+        """Return all adapters and what else there is to know about them, JSON-like."""
+        adapters = [[*msgspec.structs.astuple(item.request), item.created] for item in self._registered.values()]
+        return {"adapters": adapters, "last_number": self._last_number, "modules_loaded": self._modules_loaded}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the adapters of another registry of this model."""
+        found = [RegisteredAdapter(LoRARequest(*request), created) for *request, created in state["adapters"]]
+        self._registered = {item.request.lora_name: item for item in found}
+        self._last_number, self._modules_loaded = state["last_number"], state["modules_loaded"]
 
     async def load_modules(self, names: Sequence[str], *, first: bool, alone: bool) -> None:
         """Load those of `--lora-modules` that belong to a model of these names, once. Raises `QuireError`.
@@ -111,6 +118,7 @@ class AdapterRegistry:
             if alone or (first if base is None else base in names):
                 await self.load(module.name, module.path)
         self._modules_loaded = True
+        self.on_change(self.state())
 
     async def load(self, name: str, path: str) -> LoRARequest:
         """Load and check an adapter, and register it.
@@ -122,7 +130,8 @@ class AdapterRegistry:
         self._check_enabled()
         if name in self._registered or name in self._loading:
             raise RequestError(f"the adapter {echo(name)} is loaded already; unload it first", param="lora_name")
-        request = LoRARequest(name, next(self._numbers), path)
+        self._last_number += 1
+        request = LoRARequest(name, self._last_number, path)
         if not await asyncio.to_thread(_is_folder, path):
             raise NotFoundError(f"{path}: no such folder", param="lora_path", code="adapter_not_found")
         self._loading.add(name)
@@ -131,6 +140,7 @@ class AdapterRegistry:
         finally:
             self._loading.discard(name)
         self._registered[name] = RegisteredAdapter(request, int(time.time()))
+        self.on_change(self.state())
         return request
 
     async def unload(self, name: str) -> None:
@@ -144,6 +154,7 @@ class AdapterRegistry:
         found = self._registered.pop(name, None)
         if found is None:
             raise NotFoundError(f"there is no adapter {echo(name)}", param="lora_name", code="adapter_not_found")
+        self.on_change(self.state())
         return found.request
 
     def _check_enabled(self) -> None:

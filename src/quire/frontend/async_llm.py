@@ -165,9 +165,11 @@ class AsyncLLM:
         try:
             if self._front is None:
                 self._front = await self._in_thread(lambda: load_front_model(self.config))
+            ready = await engine
+            self._sleep_level = ready.sleep_level
             self._requests = RequestProcessor(
                 self._front,
-                await engine,
+                ready,
                 self._client.send,
                 listeners=self._listeners,
                 on_idle=self._refresh_stats,

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import logging
-import socket
 import time
 import uuid
-from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -25,50 +23,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.server.errors import HTTPProblem, error_body, retry_headers, status_of
 from quire.server.parsing import BODY_SECONDS
-from quire.server.paths import PROBES, without_root
 from quire.server.starter import Starter
+from quire.supervisor.connections import Admission
+from quire.supervisor.probes import RESERVED_PATHS, without_root
 
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
 LEFTOVER_SECONDS = 2.0
 SLOW_CLIENT_SECONDS = 60.0
-SEND_BUFFER = 2**17
-LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-LOG_SECONDS = 10.0
 MAX_HEAD_BYTES = 65536
 MAX_FRAMING_RATIO = 16  # bytes of chunk headers and extensions for each byte of a body, beyond `MAX_HEAD_BYTES`
 MAX_WAITING_BYTES = 2**20  # of the body of a pipelined request; then it is read when its turn comes
 MAX_PIPELINED = 128  # requests of a connection that wait for the response to an earlier one
 MAX_URL_BYTES = 32768
-MAX_CONNECTIONS = 65536
-MIN_CONNECTIONS = 8
-PROBE_CONNECTIONS = 8  # beyond the limit of connections, for requests to `RESERVED_PATHS` only
 PROBE_SECONDS = 1.0  # for the head of such a request
 CROWDED_IDLE_SECONDS = 5  # that an idle connection may stay while more than half of the connections are in use
-RESERVED_PATHS = PROBES | {"/metrics"}
-
-
-def default_connections() -> int:
-    """Return how many connections the limit of open files leaves, with some files for everything else."""
-    try:
-        import resource
-    except ImportError:  # not on every platform
-        return MAX_CONNECTIONS
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, files - max(files // 8, 40)))
-
-
-def tune_listener(listener: socket.socket) -> None:
-    """Set what all connections of a listening socket inherit: a bounded buffer, and probes of silent peers."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    if listener.family in (socket.AF_INET, socket.AF_INET6):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in LONG_SILENCE.items():
-            if hasattr(socket, name):
-                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
@@ -91,57 +61,18 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
     return answer
 
 
-class ConnectionLimits:
-    """The limits that the connections of a server share: their number, in all and by address, and bytes of bodies.
+class ReceivingLimit:
+    """The limit of the bytes of bodies that are being received or parsed, over all connections.
 
     Args:
-        max_connections: a connection beyond it may only probe, and gets a 503 for anything else.
-        max_per_address: how many a client's address may have, likewise. One network of IPv6 (/64) counts as one
-            address; the peers of a Unix socket have none.
-        max_receiving_bytes: bytes of bodies that are being received or parsed.
+        share: called with the bytes here, for other fronts to count them; returns those of all fronts.
     """
 
-    def __init__(self, max_connections: int, max_per_address: int, max_receiving_bytes: int) -> None:
-        self.max_connections = max_connections
-        self.max_per_address = max_per_address
-        self.max_receiving_bytes = max_receiving_bytes
-        self.num_connections = 0
-        self.receiving_bytes = 0
-        self._num_probing = 0
-        self._by_address: Counter[str] = Counter()
+    def __init__(self, max_bytes: int, share: Callable[[int], int] = lambda num_bytes: num_bytes) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._share = share
         self._incomplete: dict[ReceivedBody, None] = {}  # in the order of their first bytes
-        self._last_warning = -LOG_SECONDS
-
-    def connect(self, address: str) -> tuple[HTTPProblem | None, bool]:
-        """Count a connection; return the error if it is one too many, and whether it may probe all the same."""
-        self.num_connections += 1
-        self._by_address[address] += 1
-        problem = None
-        if address and self._by_address[address] > self.max_per_address:
-            problem = self._overload(f"there are more than {self.max_per_address} connections from this address")
-        elif self.num_connections > self.max_connections:
-            problem = self._overload("there are too many connections")
-        self._num_probing += problem is not None
-        return problem, self._num_probing <= PROBE_CONNECTIONS
-
-    def disconnect(self, address: str, *, probing: bool) -> None:
-        """Count a connection no longer."""
-        self.num_connections -= 1
-        self._num_probing -= probing
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
-
-    def idle_seconds(self, most: int) -> int:
-        """Return how long a connection may be idle, `most` at best: where room gets scarce it goes to others."""
-        return min(most, CROWDED_IDLE_SECONDS) if self.num_connections > self.max_connections // 2 else most
-
-    def _overload(self, message: str) -> HTTPProblem:
-        now = time.monotonic()
-        if now - self._last_warning >= LOG_SECONDS:
-            self._last_warning = now
-            logger.warning("%s; further ones are refused", message)
-        return HTTPProblem(503, message, code="engine_overloaded", headers=retry_headers(1.0))
 
     def receive(self, body: ReceivedBody, size: int) -> HTTPProblem | None:
         """Count `size` further bytes of a body; return the error if there is no room for them.
@@ -152,11 +83,11 @@ class ConnectionLimits:
             body.began = time.monotonic()
             self._incomplete[body] = None
         body.size += size
-        self.receiving_bytes += size
-        while self.receiving_bytes > self.max_receiving_bytes:
+        self.num_bytes += size
+        while self._share(self.num_bytes) > self.max_bytes:
             oldest = next(iter(self._incomplete), body)
             if oldest is body or time.monotonic() - oldest.began < BODY_SECONDS:
-                return self._overload("the bodies that are being received are too large together")
+                return _overload("the bodies that are being received are too large together")
             oldest.cut_off()
         return None
 
@@ -167,8 +98,13 @@ class ConnectionLimits:
     def release(self, body: ReceivedBody) -> None:
         """Count the bytes of a body no longer."""
         self.complete(body)
-        self.receiving_bytes -= body.size
+        self.num_bytes -= body.size
+        self._share(self.num_bytes)
         body.size = 0
+
+
+def _overload(message: str) -> HTTPProblem:
+    return HTTPProblem(503, message, code="engine_overloaded", headers=retry_headers(1.0))
 
 
 class ReceivedBody:
@@ -181,26 +117,13 @@ class ReceivedBody:
 
     def release(self) -> None:
         """Note that the bytes are not needed any more."""
-        self._protocol.limits.release(self)
+        self._protocol.receiving.release(self)
 
     def cut_off(self) -> None:
         """Refuse the rest, because others need the memory."""
         self.release()
         message = f"the body took longer than {BODY_SECONDS:g} s, and others need its memory"
         self._protocol.refuse(HTTPProblem(408, message, code="request_timeout"))
-
-
-def _address_of(client: tuple[str, int] | None) -> str:
-    """Return what a client's connections are counted by; empty for peers of a Unix socket."""
-    if client is None:
-        return ""
-    try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
-    except ValueError:
-        return client[0]
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-        return str(ipaddress.IPv6Network((address, 64), strict=False))
-    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -210,18 +133,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     pipelined requests ahead: `cycle` is the request parsed last, `_running` the one that is being answered.
 
     Args:
-        limits: those of all connections. starter: starts their requests, except those to `RESERVED_PATHS`.
-        root_path: the prefix that a proxy may leave before paths.
+        receiving: the limit of bodies. starter: starts requests, except those to `RESERVED_PATHS`.
+        root_path: the prefix that a proxy may leave before paths. admit: counts the connection by its peer.
+        release: counts it no longer. is_crowded: whether connections are scarce, so that idle ones must go.
     """
 
     parser: httptools.HttpRequestParser
 
     def __init__(
-        self, *args: Any, limits: ConnectionLimits, starter: Starter, root_path: str = "", **kwargs: Any
+        self,
+        *args: Any,
+        receiving: ReceivingLimit,
+        starter: Starter,
+        admit: Callable[[object], Admission],
+        release: Callable[[Admission], None],
+        is_crowded: Callable[[], bool],
+        root_path: str = "",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.limits = limits
+        self.receiving = receiving
         self._starter = starter
+        self._admit, self._release, self._is_crowded = admit, release, is_crowded
         self._root_path = root_path
         self._excess: HTTPProblem | None = None  # the error if this connection is one too many and may only probe
         self._refused = False
@@ -242,10 +175,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the clock: a connection that sends nothing is closed too."""
         super().connection_made(transport)
-        self._excess, may_probe = self.limits.connect(_address_of(self.client))
-        if self._excess is not None and not may_probe:
-            self.refuse(self._excess)
-            return
+        self._admission = self._admit(self.client)
+        if self._admission.excess:
+            self._excess = _overload(self._admission.excess)
+            if not self._admission.may_probe:
+                self.refuse(self._excess)
+                return
         self._start_head_timer()
 
     def _start_head_timer(self) -> None:
@@ -254,7 +189,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
-        self.limits.disconnect(_address_of(self.client), probing=self._excess is not None)
+        self._release(self._admission)
         if self._running is not None:  # uvicorn marks `cycle`, which may wait behind it
             self._running.disconnected = True
             self._running.message_event.set()
@@ -273,7 +208,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Be ready for the next request, unless this one's answer is not read, or its body does not end."""
         ended = self._running
-        self.timeout_keep_alive = self.limits.idle_seconds(self.config.timeout_keep_alive)
+        most = self.config.timeout_keep_alive
+        self.timeout_keep_alive = min(most, CROWDED_IDLE_SECONDS) if self._is_crowded() else most
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch_writes()
@@ -370,7 +306,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         if self._refused or self.cycle.response_complete:
             return
-        problem = self.limits.receive(self._body, len(body))
+        problem = self.receiving.receive(self._body, len(body))
         if problem is not None:
             self._body.release()
             self.refuse(problem)
@@ -423,7 +359,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Be ready for the next head."""
         if self.parser.should_upgrade() or self._refused:
             return
-        self.limits.complete(self._body)
+        self.receiving.complete(self._body)
         super().on_message_complete()
         if self.cycle.response_complete:
             self.cycle.more_body = False

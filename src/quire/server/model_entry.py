@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
+from typing import Any
 
-from quire.config import EngineConfig
+from quire.config import SERVER_GROUPS, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,16 @@ class ModelEntry:
     def names(self) -> list[str]:
         """Names under which it is offered; the first one is its own."""
         return served_names(self.config)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return it as another process gets it, JSON-like; the inverse of `from_kwargs`."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**values, "config": self.config.to_kwargs()}
+
+    @classmethod
+    def from_kwargs(cls, *, config: dict[str, Any], **values: Any) -> ModelEntry:
+        """Return the entry that `to_kwargs` describes."""
+        return cls(config=EngineConfig.from_kwargs(groups=SERVER_GROUPS, **config), **values)
 
 
 def served_names(config: EngineConfig) -> list[str]:

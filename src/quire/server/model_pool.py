@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,9 +111,17 @@ class ModelPool:
 
     # ---- start and shutdown ----
 
-    async def start(self) -> None:
-        """Load the models that are loaded at start. Raises the first error."""
-        wanted = [model for model in self.models if model.at_start]
+    async def start(self, running: Collection[str] | None = None) -> None:
+        """Load the models that are loaded at start. Raises the first error.
+
+        Args:
+            running: names of the models whose engines run already, if this pool follows one of a process that died;
+                the others stay unloaded.
+        """
+        wanted = [model for model in self.models if (model.at_start if running is None else model.names[0] in running)]
+        if running is not None:
+            for model in self.models:
+                model.note_started()
         outcomes = await asyncio.gather(*[self._wait_ready(model) for model in wanted])
         for model, outcome in zip(wanted, outcomes, strict=True):
             if outcome is None:
@@ -323,7 +331,7 @@ class ModelPool:
         assert model.make_llm is not None, "asked before"
         await model.llm.close()
         adapters, model.llm = model.llm.adapters, model.make_llm()
-        model.llm.adapters.adopt(adapters)
+        model.llm.adapters.restore(adapters.state())
         model.on_sleep(0)
 
     def _fail(self, model: ServedModel, error: QuireError) -> None:

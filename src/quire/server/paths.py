@@ -7,7 +7,8 @@ from importlib import resources
 
 from starlette.types import Scope
 
-PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz"})
+from quire.supervisor.probes import PROBES, without_root
+
 STATE_PATH = "/playground/state"  # what the playground polls; unlike the files of the page it needs the key
 PAGE_FOLDER = resources.files("quire.server") / "playground"
 
@@ -58,8 +59,3 @@ def is_admin(method: str, path: str) -> bool:
 def route_path(scope: Scope) -> str:
     """Return the path of a request as the routes know it."""
     return without_root(scope["path"], scope.get("root_path", ""))
-
-
-def without_root(path: str, root_path: str) -> str:
-    """Return a path without `root_path`, which a proxy in front may strip or leave; it has no slash at its end."""
-    return path.removeprefix(root_path) if path.startswith(root_path + "/") else path

@@ -1,14 +1,9 @@
-"""`run_server`: the life of a server process, from the bound socket to the exit code.
+"""A front: the process that serves HTTP, from its start by the supervisor to its exit code.
 
-The address is bound first, so that a port in use is known at once. Then HTTP comes up, and the engine beside it: while
-the model loads, /readyz answers 503 {"status": "loading"}. Standard output gets two lines that programs can wait for:
-
-    listening url=http://127.0.0.1:8000
-    ready url=http://127.0.0.1:8000 model=quire-demo
-
-SIGTERM or SIGINT: new requests are refused, running ones may end until the shutdown timeout, then the rest is aborted.
-A second signal does not wait. An engine that dies is replaced, unless it dies too often: then the server ends, with an
-exit code that says so. systemd is notified of all this.
+HTTP comes up first: while the model loads, /readyz answers 503 {"status": "loading"}. When the server is to stop, new
+requests are refused, running ones may end until the shutdown timeout, then the rest is aborted; a second signal does
+not wait. An engine that dies is replaced, unless it dies too often: then the server ends, with an exit code that says
+so. What does not belong here: sockets, signals and systemd, which are the supervisor's.
 """
 
 from __future__ import annotations
@@ -16,36 +11,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import ipaddress
+import json
 import logging
 import os
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
-import uvicorn
-
-from quire.config import EngineConfig
-from quire.engine.client import EngineClient
-from quire.engine.process import create_client
-from quire.errors import ConfigError
+from quire import logs
+from quire.config import SERVER_GROUPS, EngineConfig
+from quire.engine.shares import SharingModel, share_memory
+from quire.errors import ConfigError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
 from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
 from quire.server.health import liveness
-from quire.server.json_io import return_large_blocks
-from quire.server.listen import listening, reload_certificate, url_of, uvicorn_config
+from quire.server.http_server import HttpServer, reload_certificate, uvicorn_config
 from quire.server.metrics import Metrics, ModelMetrics
 from quire.server.model_entry import ModelEntry
 from quire.server.model_pool import ModelPool
 from quire.server.served_model import ServedModel
+from quire.server.supervised import SupervisedEngines, SupervisorClient
 from quire.server_config import ServerConfig
+from quire.supervisor.board import Board
+from quire.supervisor.channel import Channel, ConnectionQueue
+from quire.supervisor.front import DUMP_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -63,50 +63,62 @@ def make_async_llm(config: EngineConfig, listeners: Sequence[StatListener]) -> A
     return AsyncLLM(config, listeners=listeners)
 
 
-class FirstEngine:
-    """Makes engines like `make_async_llm`, the first one around a client whose process was started before."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client: EngineClient | None = client
-
-    def __call__(self, config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
-        """Return the engine."""
-        client, self._client = self._client, None
-        if client is None:
-            return make_async_llm(config, listeners)
-        again = partial(create_client, config, config.server.engine)
-        return AsyncLLM(config, listeners=listeners, client=client, make_client=again)
-
-
-def run_server(
-    config: EngineConfig,
-    make_llm: MakeLLM = make_async_llm,
-    entries: Sequence[ModelEntry] | None = None,
-    first: EngineClient | None = None,
-) -> int:
-    """Serve until a signal stops it; return the exit code.
+def main(make_llm: MakeLLM | None = None) -> int:
+    """Entry point of a front, a child of the supervisor; see `quire.supervisor.front`.
 
     Args:
-        config: of the server, and of its model unless there are `entries` of several.
-        make_llm: makes engines. first: a client of the first one, whose process is being started.
-
-    Raises:
-        AddressInUseError, ConfigError: the address cannot be used.
-        QuireError: the engine could not start, or died.
+        make_llm: makes engines, in the place of those of the options (for tests).
     """
-    make_llm = make_llm if first is None else FirstEngine(first)
-    return_large_blocks()
-    models = [
-        dataclasses.replace(entry, config=with_key_weights(entry.config))
-        for entry in entries or [ModelEntry(config=config)]
-    ]
-    with (
-        listening(config.server) as listener,
-        asyncio.Runner(loop_factory=_loop_factory()) as runner,
-    ):
-        code = runner.run(_ServerProcess(config, listener, make_llm, models).run())
+    for number in SIGNALS:  # Ctrl-C, and the SIGTERM of some service managers, reach all processes of a group
+        signal.signal(number, signal.SIG_IGN)
+    started = json.loads(sys.stdin.buffer.read())
+    logs.setup(**started["log"])
+    os.set_inheritable(started["stacks"], False)
+    faulthandler.enable(started["stacks"])
+    faulthandler.register(DUMP_SIGNAL, started["stacks"])
+    board = Board(started["board"], started["num_rows"])
+    channel = Channel(socket.socket(fileno=started["channel"]))
+    queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
+    supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])
+    code, error = 1, ""
+    try:
+        config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"])
+        if make_llm is None:
+            make_llm = SupervisedEngines(supervisor) if config.server.engine == "process" else make_async_llm
+        entries = _entries(started["entries"], supervisor) or [ModelEntry(config=config)]
+        running = started["engines"] if started["resumed"] else None
+        front = _Front(config, make_llm, entries, supervisor, running, started["url"])
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            code = runner.run(front.run())
+    except QuireError as problem:
+        code, error = problem.exit_code, problem.message
+    except Exception as problem:  # the boundary of the process: a bug, reported as one
+        logger.exception("the front failed")
+        error = f"unexpected {type(problem).__name__}: {problem}"
+    supervisor.end(code, error)
     gc.freeze()  # else Python looks through all objects once more before it ends, which takes longer than all the rest
     return code
+
+
+def _entries(given: list[dict[str, Any]] | None, supervisor: SupervisorClient) -> list[ModelEntry] | None:
+    """Return the models of the file of `--models` with their shares of the memory, which the first front decides."""
+    if given is None:
+        return None
+    entries = [ModelEntry.from_kwargs(**entry) for entry in supervisor.published.get("entries", given)]
+    if "entries" not in supervisor.published:
+        entries = shared_out(entries)
+        supervisor.publish("entries", [entry.to_kwargs() for entry in entries])
+    return entries
+
+
+def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
+    """Return the entries with their shares of the memory. Raises `ConfigError` if they do not fit into it."""
+    models = [SharingModel(entry.names[0], entry.config, entry.pinned) for entry in entries]
+    most = entries[0].config.server.max_loaded_models or len(entries)
+    return [
+        dataclasses.replace(entry, config=share.config, max_model_len=share.max_model_len)
+        for entry, share in zip(entries, share_memory(models, min(most, len(entries))), strict=True)
+    ]
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -117,54 +129,63 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop  # type: ignore[no-any-return]
 
 
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without signal handlers: what signals mean is decided here."""
+class _Front:
+    """One front: its HTTP server, its models, and what the supervisor's orders do to them.
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _ServerProcess:
-    """One server process: its HTTP server, its models, and what signals do to them."""
+    Args:
+        running: models whose engines run already, if this process follows one that died. url: of the server.
+    """
 
     def __init__(
-        self, config: EngineConfig, listener: socket.socket, make_llm: MakeLLM, entries: Sequence[ModelEntry]
+        self,
+        config: EngineConfig,
+        make_llm: MakeLLM,
+        entries: Sequence[ModelEntry],
+        supervisor: SupervisorClient,
+        running: Collection[str] | None,
+        url: str,
     ) -> None:
         self.config = config
-        self.listener = listener
+        self.supervisor = supervisor
+        self.running = running
+        self.url = url
         self.metrics = Metrics()
-        pool = create_pool(entries, config.server, make_llm, self.metrics)
+        pool = create_pool(entries, config.server, make_llm, self.metrics, supervisor)
         app = build_app(pool, config, self.metrics)
         self.context: ServerContext = app.state.context
-        options = uvicorn_config(app, config.server, farewell_seconds=FAREWELL_SECONDS)
-        self.http = _Uvicorn(options)
+        options = uvicorn_config(
+            app,
+            config.server,
+            farewell_seconds=FAREWELL_SECONDS,
+            share=supervisor.share_receiving_bytes,
+            is_crowded=supervisor.is_crowded,
+        )
+        self.http = HttpServer(options)
         self.watch = watch_files(config.server, self.context.keys, options.ssl)
-        self.url = url_of(listener, tls=config.server.ssl_certfile is not None)
         self.num_signals = 0
         self.signalled = asyncio.Event()
         self.signalled_again = asyncio.Event()
 
     async def run(self) -> int:
         """Serve; return the exit code or raise what ended the server."""
-        self._handle_signals()
-        tasks = [asyncio.create_task(self.http.serve(sockets=[self.listener]), name="quire-http")]
+        tasks = [asyncio.create_task(self.http.serve(sockets=[]), name="quire-http")]
         if not self.config.server.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="quire-stats"))
         tasks.append(asyncio.create_task(self.metrics.watch_loop(), name="quire-loop-lag"))
-        tasks.append(asyncio.create_task(self._notify_watchdog(), name="quire-sd-watchdog"))
         tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
-        self._announce(f"listening url={self.url}")
-        self._warn_if_open()
+        tasks.append(asyncio.create_task(self.supervisor.beat(self._is_alive), name="quire-beat"))
+        await self.http.has_started.wait()
+        self._attach()
+        if self.running is None:
+            self._warn_if_open()
         try:
             if await self._start():
-                self._announce(f"ready url={self.url} model={self.context.models.first.names[0]}")
-                notify("READY=1")
+                self.supervisor.ready(self.context.models.first.names[0])
                 await self._until_stopped(tasks[0])
                 await self._drain(self.config.server.shutdown_timeout)
         finally:
             self.context.draining = True
-            notify("STOPPING=1")
+            self.supervisor.stopping()
             self.http.should_exit = True
             closing = asyncio.ensure_future(self.context.models.close())  # beside HTTP: each takes a moment
             for task in tasks[1:]:
@@ -175,15 +196,18 @@ class _ServerProcess:
                 await asyncio.to_thread(self.context.tracing.close)
         return 0
 
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            try:
-                loop.add_signal_handler(number, self._on_signal)
-            except NotImplementedError:  # Windows
-                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            loop.add_signal_handler(signal.SIGHUP, lambda: self.watch.poll(force=True))
+    def _attach(self) -> None:
+        """Take connections and orders from the supervisor."""
+        supervisor = self.supervisor
+        supervisor.on_connection = lambda fd, number, admission: self.http.adopt(
+            fd, admission, partial(supervisor.close_connection, number)
+        )
+        supervisor.on_drain = self._on_signal
+        supervisor.on_reload = lambda: self.watch.poll(force=True)
+        supervisor.attach()
+
+    def _is_alive(self) -> bool:
+        return liveness(self.context) == "ok"
 
     def _on_signal(self) -> None:
         self.num_signals += 1
@@ -193,7 +217,7 @@ class _ServerProcess:
 
     async def _start(self) -> bool:
         """Load the models that are loaded at start. Returns False if a signal came first; raises `QuireError`."""
-        start = asyncio.ensure_future(self.context.models.start())
+        start = asyncio.ensure_future(self.context.models.start(self.running))
         signalled = asyncio.ensure_future(self.signalled.wait())
         await asyncio.wait((start, signalled), return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -221,7 +245,6 @@ class _ServerProcess:
     async def _drain(self, seconds: float) -> None:
         """Refuse new requests, let the others end for so long, then abort them. An engine that dies is replaced."""
         self.context.draining = True
-        notify("STOPPING=1")
         if self.context.num_open:
             logger.info("shutting down: %d requests may end within %g s", self.context.num_open, seconds)
         await self._wait_idle(seconds)
@@ -250,31 +273,28 @@ class _ServerProcess:
                 if line is not None:
                     logger.info("%s%s", f"{name}: " if len(models) > 1 else "", line)
 
-    async def _notify_watchdog(self) -> None:
-        """Send systemd's watchdog what it expects while the server is alive."""
-        seconds = watchdog_seconds()
-        while seconds is not None:
-            if liveness(self.context) == "ok":
-                notify("WATCHDOG=1")
-            await asyncio.sleep(seconds / 3)
-
-    def _announce(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # standard output was closed
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-
     def _warn_if_open(self) -> None:
-        if self.listener.family == socket.AF_UNIX or self.context.keys.required:
+        host = urlsplit(self.url).hostname
+        if host is None or self.context.keys.required:
             return
-        host = self.listener.getsockname()[0]
         if not ipaddress.ip_address(host.split("%")[0]).is_loopback:
             logger.warning("listening on %s without an API key: anyone who can reach this port can use the model", host)
 
 
-def create_pool(entries: Sequence[ModelEntry], server: ServerConfig, make_llm: MakeLLM, metrics: Metrics) -> ModelPool:
-    """Return the pool of these models, none of them started."""
+def create_pool(
+    entries: Sequence[ModelEntry],
+    server: ServerConfig,
+    make_llm: MakeLLM,
+    metrics: Metrics,
+    supervisor: SupervisorClient | None = None,
+) -> ModelPool:
+    """Return the pool of these models, none of them started; their adapters are published by the supervisor."""
+    entries = [dataclasses.replace(entry, config=with_key_weights(entry.config)) for entry in entries]
     return ModelPool(
-        [_served(entry, make_llm, metrics.model(entry.names[0]), essential=len(entries) == 1) for entry in entries],
+        [
+            _served(entry, make_llm, metrics.model(entry.names[0]), supervisor, essential=len(entries) == 1)
+            for entry in entries
+        ],
         max_loaded=server.max_loaded_models,
         load_timeout=server.model_load_timeout,
         idle_timeout=server.model_idle_timeout,
@@ -282,10 +302,23 @@ def create_pool(entries: Sequence[ModelEntry], server: ServerConfig, make_llm: M
     )
 
 
-def _served(entry: ModelEntry, make_llm: MakeLLM, metrics: ModelMetrics, *, essential: bool) -> ServedModel:
+def _served(
+    entry: ModelEntry,
+    make_llm: MakeLLM,
+    metrics: ModelMetrics,
+    supervisor: SupervisorClient | None,
+    *,
+    essential: bool,
+) -> ServedModel:
+    key = f"adapters/{entry.names[0]}"
+
     def make() -> AsyncLLM:
         llm = make_llm(entry.config, [metrics])
         metrics.attach(llm)
+        if supervisor is not None:
+            llm.adapters.on_change = partial(supervisor.publish, key)
+            if key in supervisor.published:
+                llm.adapters.restore(supervisor.published[key])
         return llm
 
     return ServedModel(
@@ -348,20 +381,3 @@ def _signature(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev)
-
-
-def notify(state: str) -> None:
-    """Send "READY=1", "STOPPING=1" or "WATCHDOG=1" to systemd, see sd_notify(3); without systemd do nothing."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-        channel.setblocking(False)
-        channel.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
-
-
-def watchdog_seconds() -> float | None:
-    """Return the longest time between two "WATCHDOG=1" [s]; None if systemd expects none."""
-    microseconds = os.environ.get("WATCHDOG_USEC", "")
-    meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return int(microseconds) / 1e6 if meant and microseconds.isdecimal() and int(microseconds) else None

@@ -132,6 +132,10 @@ class ServedModel:
 
     # ---- events ----
 
+    def note_started(self) -> None:
+        """Note that an earlier process of this server has loaded it, or not, as it was to do at start."""
+        self._was_ready = True
+
     def note_ready(self, now: float, seconds: float) -> None:
         """Note that it was loaded, or woken up, in so many seconds."""
         self.ready_at = self.last_used = now

@@ -1,26 +1,22 @@
-"""The listening socket of a server, TCP or Unix, and uvicorn's options, TLS included."""
+"""The listening socket of a server, TCP or Unix, and what its connections inherit."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import socket
 import ssl
 import stat
 from collections.abc import Iterator
 
-import uvicorn
-from fastapi import FastAPI
-
 from quire.errors import AddressInUseError, ConfigError
-from quire.server.http import BoundedHttpProtocol, ConnectionLimits, default_connections, tune_listener
-from quire.server.starter import Starter
 from quire.server_config import LONGEST_SOCKET_PATH, ServerConfig
 
 BACKLOG = 2048
 CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+SEND_BUFFER = 2**17
+LONG_SILENCE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
 @contextlib.contextmanager
@@ -114,6 +110,16 @@ def check_unix(path: str) -> None:
     raise AddressInUseError(f"address already in use: {path}", param="uds")
 
 
+def tune_listener(listener: socket.socket) -> None:
+    """Set what all connections of a listening socket inherit: a bounded buffer, and probes of silent peers."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    if listener.family in (socket.AF_INET, socket.AF_INET6):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in LONG_SILENCE.items():
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def url_of(listener: socket.socket, *, tls: bool) -> str:
     """Return the address of a listening socket as a URL, with the port it really has."""
     if listener.family == socket.AF_UNIX:
@@ -121,48 +127,3 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{port}"
-
-
-def uvicorn_config(app: FastAPI, server: ServerConfig, *, farewell_seconds: float) -> uvicorn.Config:
-    """Return uvicorn's options. Raises `ConfigError` if certificate and key are unusable."""
-    most = server.max_connections or default_connections()
-    per_address = server.max_connections_per_address or max(1, most * 3 // 4)
-    limits = ConnectionLimits(most, per_address, server.max_receiving_bytes)
-    options = uvicorn.Config(
-        app,
-        http=functools.partial(  # type: ignore[arg-type]
-            BoundedHttpProtocol, limits=limits, starter=Starter(), root_path=server.path_prefix
-        ),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=server.timeout_keep_alive,
-        timeout_graceful_shutdown=int(farewell_seconds),
-        backlog=BACKLOG,
-        ssl_certfile=server.ssl_certfile,
-        ssl_keyfile=server.ssl_keyfile,
-        ssl_ca_certs=server.ssl_ca_certs,
-        ssl_cert_reqs=CERT_REQS[server.ssl_cert_reqs],
-    )
-    try:
-        options.load()
-    except OSError as error:
-        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None
-    if options.ssl is not None:
-        options.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    return options
-
-
-def reload_certificate(context: ssl.SSLContext, server: ServerConfig) -> None:
-    """Load the certificate file again, for new connections. Raises `ConfigError`, changing nothing."""
-    assert server.ssl_certfile is not None
-    try:
-        # In a context of its own first: the one in use must not be left with half of a pair.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
-        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
-    except OSError as error:
-        raise ConfigError(f"ssl_certfile: no usable certificate and key: {error}", param="ssl_certfile") from None

@@ -1,0 +1,232 @@
+"""`SupervisorClient`: what a front gets from its supervisor: connections, engines, what others have published."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.launch import LaunchedEngine, engine_options
+from quire.engine.process import ProcessClient
+from quire.errors import EngineDeadError
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.stats import StatListener
+from quire.server.model_entry import served_names
+from quire.supervisor.board import Board
+from quire.supervisor.channel import Channel, ConnectionQueue, Message
+from quire.supervisor.connections import Admission
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.1
+
+
+class SupervisorClient:
+    """The front's end of the channel. Everything but its constructor belongs to the event loop.
+
+    Args:
+        row: of the board, which is this front's.
+        published: values by key, as all fronts have published them so far.
+
+    Attributes:
+        on_connection: called with the descriptor of a connection, its number and how it was counted.
+        on_drain, on_reload: called when the server is to stop, or to read its files again.
+        on_published: called with a key when another front has published a value.
+    """
+
+    def __init__(
+        self, channel: Channel, queue: ConnectionQueue, board: Board, row: int, published: dict[str, Any]
+    ) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._board = board
+        self._row = row
+        self.published = published
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._writing = False
+        self._calls: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._num_calls = 0
+        self._exit_codes: dict[int, Future[int]] = {}
+        self._closed: list[int] = []
+        self.on_connection: Callable[[int, int, Admission], None] = lambda fd, number, admission: os.close(fd)
+        self.on_drain: Callable[[], None] = lambda: None
+        self.on_reload: Callable[[], None] = lambda: None
+        self.on_published: Callable[[str], None] = lambda key: None
+
+    def attach(self) -> None:
+        """Begin to read, on the running event loop, and to take connections."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel, self._on_readable)
+        self._loop.add_reader(self._queue, self._on_connection)
+        self._send({"type": "serving"})
+
+    async def beat(self, is_alive: Callable[[], bool]) -> None:
+        """Show that this process reacts, until cancelled; `is_alive`: whether /livez says so."""
+        while True:
+            self._board.beat(self._row, alive=is_alive())
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def share_receiving_bytes(self, num_bytes: int) -> int:
+        """Record the bytes of bodies that this front has; return those of all fronts."""
+        self._board.set_receiving_bytes(self._row, num_bytes)
+        return self._board.receiving_bytes()
+
+    def is_crowded(self) -> bool:
+        """Whether connections get scarce, those of all fronts counted."""
+        return self._board.is_crowded
+
+    def publish(self, key: str, value: Any) -> None:
+        """Give all fronts, also later ones, a JSON-like value."""
+        self.published[key] = value
+        self._send({"type": "publish", "key": key, "value": value})
+
+    def ready(self, model: str) -> None:
+        """Say that the models are loaded; `model`: the first one's name."""
+        self._send({"type": "ready", "model": model})
+
+    def stopping(self) -> None:
+        """Take no further connections."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._queue)
+        self._send({"type": "stopping"})
+
+    def end(self, code: int, error: str = "") -> None:
+        """Say that this process ends on purpose; unless the server is being stopped, it is to end with this code."""
+        self._send({"type": "end", "code": code, "error": error})
+        while self._channel.unsent and not self._channel.ended:
+            self._channel.flush()
+
+    def close_connection(self, number: int) -> None:
+        """Say that a connection was closed."""
+        self._closed.append(number)
+        if len(self._closed) == 1:
+            assert self._loop is not None
+            self._loop.call_soon(self._send_closed)
+
+    def _send_closed(self) -> None:
+        closed, self._closed = self._closed, []
+        self._send({"type": "closed", "numbers": closed})
+
+    # ---- engines ----
+
+    async def launch(self, name: str, config: EngineConfig, replaced: int | None) -> tuple[int, LaunchedEngine]:
+        """Return the engine of a model, which is started if there is none, and its number.
+
+        Args:
+            replaced: number of the engine that is to be replaced; if another front has done that, its engine is
+                returned.
+
+        Raises `EngineDeadError` if no process can be started.
+        """
+        reply, fds = await self._call(
+            {"type": "engine", "name": name, "options": engine_options(config), "replaced": replaced}
+        )
+        if "error" in reply:
+            raise EngineDeadError(f"the engine process cannot be started: {reply['error']}")
+        number = reply["engine"]
+        exit_code: Future[int] = Future()
+        exit_code.set_running_or_notify_cancel()
+        self._exit_codes[number] = exit_code
+        listener, heartbeat, stacks = fds
+        return number, LaunchedEngine(
+            reply["pid"],
+            listener,
+            heartbeat,
+            stacks,
+            exit_code,
+            signal=lambda sent: self._send({"type": "signal", "engine": number, "signal": sent}),
+            end=lambda reacts: self._release(number, reacts),
+        )
+
+    async def _release(self, number: int, reacts: bool) -> None:
+        await self._call({"type": "release", "engine": number, "reacts": reacts})
+        exit_code = self._exit_codes.pop(number, None)
+        if exit_code is not None and not exit_code.done():  # others use it, or it ended unseen
+            exit_code.set_result(0)
+
+    async def _call(self, message: Message) -> tuple[Message, list[int]]:
+        assert self._loop is not None, "attached before"
+        self._num_calls += 1
+        answer = self._calls[self._num_calls] = self._loop.create_future()
+        self._send({**message, "call": self._num_calls})
+        return await answer
+
+    # ---- messages ----
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._loop is None or self._loop.is_closed() or self._channel.unsent == self._writing:
+            return
+        self._writing = self._channel.unsent
+        if self._writing:
+            self._loop.add_writer(self._channel, self._on_writable)
+        else:
+            self._loop.remove_writer(self._channel)
+
+    def _on_writable(self) -> None:
+        self._channel.flush()
+        self._watch()
+
+    def _on_connection(self) -> None:
+        """Take one connection; others may be for other fronts."""
+        taken = self._queue.take()
+        if taken is not None:
+            message, fd = taken
+            self._send({"type": "taken", "number": message["number"]})
+            self.on_connection(fd, message["number"], Admission("", message["excess"], message["may_probe"]))
+
+    def _on_readable(self) -> None:
+        for message, fds in self._channel.receive():
+            self._handle(message, fds)
+        if self._channel.ended:
+            os._exit(1)  # the supervisor is gone
+
+    def _handle(self, message: Message, fds: Sequence[int]) -> None:
+        match message["type"]:
+            case "result":
+                answer = self._calls.pop(message["call"])
+                if answer.cancelled():
+                    for fd in fds:
+                        os.close(fd)
+                else:
+                    answer.set_result((message, list(fds)))
+            case "exited":
+                exit_code = self._exit_codes.get(message["engine"])
+                if exit_code is not None and not exit_code.done():
+                    exit_code.set_result(message["code"])
+            case "published":
+                self.published[message["key"]] = message["value"]
+                self.on_published(message["key"])
+            case "drain":
+                self.on_drain()
+            case "reload":
+                self.on_reload()
+
+
+class SupervisedEngines:
+    """Makes an `AsyncLLM` of a model whose engines are the supervisor's."""
+
+    def __init__(self, supervisor: SupervisorClient) -> None:
+        self._supervisor = supervisor
+        self._numbers: dict[str, int] = {}  # of the engine that each model has, or had last
+
+    def __call__(self, config: EngineConfig, listeners: Sequence[StatListener]) -> AsyncLLM:
+        """Return the engine and its front end; the engine may run already."""
+        name = served_names(config)[0]
+
+        async def launch(config: EngineConfig, *, replaced: bool) -> LaunchedEngine:
+            old = self._numbers.get(name) if replaced else None
+            self._numbers[name], launched = await self._supervisor.launch(name, config, old)
+            return launched
+
+        first = ProcessClient(config, launch=partial(launch, replaced=False))
+        again = partial(ProcessClient, config, launch=partial(launch, replaced=True))
+        return AsyncLLM(config, listeners=listeners, client=first, make_client=again)

@@ -1,0 +1,119 @@
+"""`Front`: the supervisor's handle of a process that serves HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+from quire import logs
+from quire.child_process import start_module_here
+from quire.engine.launch import anonymous_file
+from quire.supervisor import systemd
+from quire.supervisor.board import Board
+from quire.supervisor.channel import Channel, ConnectionQueue
+from quire.supervisor.connections import Admission
+
+START_SECONDS = 60.0  # until its first heartbeat
+MAX_POLL_SECONDS = 2.0  # of the time between two looks at a heartbeat, so much counts
+SILENT_SECONDS = 0.8  # without a heartbeat, until connections wait here rather than for it
+DUMP_SECONDS = 0.2
+DUMP_SIGNAL = signal.SIGUSR1
+MAX_DUMP_BYTES = 1 << 16
+
+
+class Front:
+    """One process, which is started at once.
+
+    Args:
+        module: the process runs its `main`. started: what that reads from standard input, beside the descriptors.
+        row: of the board.
+
+    Attributes:
+        channel: messages to and from it. connections: those that it has taken, by their numbers. serving: it takes
+            connections. ready: its models are loaded. ended: it has said that it ends.
+    """
+
+    def __init__(
+        self, module: str, started: dict[str, Any], row: int, board: Board, board_fd: int, queue: ConnectionQueue
+    ) -> None:
+        self.row = row
+        self._board = board
+        self._began = self._polled = time.monotonic()
+        self._excused = self._last_beat = 0.0
+        self.connections: dict[int, Admission] = {}
+        self.serving = self.ready = self.ended = False
+        board.clear(row)
+        ours, theirs = socket.socketpair()
+        self._stacks = anonymous_file("quire-stacks")
+        inherited = {
+            "channel": theirs.fileno(),
+            "queue": queue.fileno(),
+            "board": board_fd,
+            "stacks": self._stacks,
+        }
+        about = {"row": row, "num_rows": board.num_rows, "log": logs.settings()}
+        with theirs, os.fdopen(anonymous_file("quire-front"), "w+b") as options:  # no pipe: that could block
+            options.write(json.dumps({**started, **inherited, **about}).encode())
+            options.seek(0)
+            self.process = start_module_here(
+                module, stdin=options, pass_fds=tuple(inherited.values()), environment=systemd.environment_of_children()
+            )
+        self.channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self.process.pid
+
+    @property
+    def reacts(self) -> bool:
+        """Whether it serves, and has a heartbeat."""
+        return (
+            self.serving
+            and not self.ended
+            and not self.channel.ended
+            and time.monotonic() - self._board.last_beat(self.row) < SILENT_SECONDS
+        )
+
+    def stalled_for(self) -> float:
+        """Return for how long it has not reacted [s]; to be called often.
+
+        Time between two calls counts for two seconds at most: if the whole machine was stopped, it needs time to go on.
+        """
+        now = time.monotonic()
+        beat = self._board.last_beat(self.row)
+        if beat != self._last_beat:
+            self._last_beat, self._excused = beat, 0.0
+        else:
+            self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
+        self._polled = now
+        if not beat:
+            return max(0.0, now - self._began - START_SECONDS - self._excused)
+        return max(0.0, now - beat - self._excused)
+
+    def dump_stacks(self) -> str:
+        """Return the stacks of its threads, as far as it still writes them."""
+        start = os.fstat(self._stacks).st_size
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(DUMP_SIGNAL)
+        time.sleep(DUMP_SECONDS)
+        return self.read_stacks(start)
+
+    def read_stacks(self, start: int = 0) -> str:
+        """Return what it has written of its stacks, which it does also when it crashes."""
+        return os.pread(self._stacks, MAX_DUMP_BYTES, start).decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it by force."""
+        self.process.kill()
+
+    def close(self) -> None:
+        """Release what was shared with it."""
+        self.channel.close()
+        os.close(self._stacks)
+        self._board.clear(self.row)

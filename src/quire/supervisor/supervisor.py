@@ -1,0 +1,461 @@
+"""`Supervisor`: accepts connections, hands them to fronts, and replaces a front that dies or does not react.
+
+Engines are its children too, so that they survive the fronts that use them. A front is given the engines there are, and
+what earlier fronts have published. `channel.py` carries the messages; those of a front are handled by `_HANDLERS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import QuireError
+from quire.server_config import ServerConfig
+from quire.supervisor import systemd
+from quire.supervisor.board import create_board
+from quire.supervisor.channel import QUEUE_KIND, ConnectionQueue, Message
+from quire.supervisor.connections import counter_of
+from quire.supervisor.engines import Engine, Engines
+from quire.supervisor.front import Front
+from quire.supervisor.listen import CERT_REQS, url_of
+from quire.supervisor.probes import DRAINING, LOADING, RESTARTING, ProbeAnswers
+from quire.supervisor.waiting import Accepted, WaitingConnections
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+WAITING_POLL_SECONDS = 0.02  # while connections wait for a front
+MAX_ACCEPTED = 64  # at a time
+MAX_WAITING = 1024  # connections without a front; further ones stay in the kernel's queue
+MAX_FAILED_STARTS = 3  # in a row
+RETRY_SECONDS = 0.5  # before the second start in a row
+FRONT_MODULE = "quire.server.run"
+FAREWELL_SECONDS = 10.0  # beyond the shutdown timeout, until fronts are killed
+
+
+class FrontEndedError(QuireError):
+    """A front has ended the server, or dies at every start; `exit_code` is the server's."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+class Supervisor:
+    """The parent process of a server.
+
+    Args:
+        server: options. started: what fronts are given of the command line, JSON-like.
+        listener: the listening socket, which is the caller's to close.
+        module: fronts run its `main`; tests pass another one.
+    """
+
+    def __init__(
+        self, server: ServerConfig, started: dict[str, Any], listener: socket.socket, module: str = FRONT_MODULE
+    ) -> None:
+        self._server = server
+        self._started = started
+        self._module = module
+        self._listener = listener
+        self._url = url_of(listener, tls=server.ssl_certfile is not None)
+        listener.setblocking(False)
+        self._counter = counter_of(server)
+        self._board_fd, self._board = create_board(server.api_server_count)
+        self._queue = ConnectionQueue(*socket.socketpair(socket.AF_UNIX, QUEUE_KIND))
+        self._queued: dict[int, Accepted] = {}  # those in the queue, or just taken from it
+        self._waiting = WaitingConnections(
+            ProbeAnswers(server.path_prefix), None if server.ssl_certfile is None else self._tls_context
+        )
+        self.engines = Engines()
+        self._fronts: dict[int, Front] = {}
+        self._start_at: dict[int, float] = dict.fromkeys(range(server.api_server_count), 0.0)
+        self._published: dict[str, Any] = {}
+        self._replies: dict[int, list[tuple[Front, int]]] = {}  # calls that are answered when an engine has ended
+        self._selector = selectors.DefaultSelector()
+        self._listening = False
+        self._num_accepted = 0
+        self._num_failed_starts = 0
+        self._was_ready = False
+        self._num_signals = 0
+        self._kill_at: float | None = None
+        self._end: tuple[int, str] | None = None  # exit code and error, once a front has ended the server
+        self._watchdog = systemd.watchdog_seconds()
+        self._watchdog_at = 0.0
+        self._signal_read, self._signal_write = os.pipe()
+
+    def run(self) -> int:
+        """Serve until a signal, or a front, ends the server; return the exit code.
+
+        Raises `FrontEndedError` if it is not 0.
+        """
+        handlers = self._catch_signals()
+        self._selector.register(self._signal_read, selectors.EVENT_READ)
+        self._announce(f"listening url={self._url}")
+        try:
+            while not self._done():
+                self._step()
+        finally:
+            self._close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self._end is not None and self._end[0]:
+            raise FrontEndedError(self._end[1], self._end[0])
+        return 0
+
+    # ---- the loop ----
+
+    def _step(self) -> None:
+        self._listen(len(self._waiting) < MAX_WAITING)
+        self._watch_channels()
+        seconds = WAITING_POLL_SECONDS if len(self._waiting) else POLL_SECONDS
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._signal_read:
+                self._on_signals(os.read(self._signal_read, 256))
+            else:
+                self._serve(key.data)
+        self._reap()
+        self._check_fronts()
+        self.engines.check()
+        self._hand_over()
+        for connection in self._waiting.poll(self._status()):
+            self._counter.remove(connection.admission)
+        self._board.set_crowded(self._counter.is_crowded)
+        self._notify_watchdog()
+
+    def _done(self) -> bool:
+        return self._stopping and not self._fronts
+
+    @property
+    def _stopping(self) -> bool:
+        return self._num_signals > 0 or self._end is not None
+
+    def _status(self) -> str:
+        """Why connections wait; a key of `probes.REASONS`."""
+        if self._stopping:
+            return DRAINING
+        return RESTARTING if self._was_ready else LOADING
+
+    def _watch_channels(self) -> None:
+        """Poll channels for what they send, and those that have unsent messages for room."""
+        for front in self._fronts.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.channel.unsent else 0)
+            key = self._selector.get_map().get(front.channel.fileno())
+            if key is not None and key.events != events:
+                self._selector.modify(front.channel, events, front)
+
+    # ---- connections ----
+
+    def _listen(self, wanted: bool) -> None:
+        if wanted != self._listening:
+            self._listening = wanted
+            if wanted:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(self._listener)
+
+    def _accept(self) -> None:
+        """Accept connections."""
+        for _ in range(MAX_ACCEPTED):
+            try:
+                accepted, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    logger.warning("no connection can be accepted: %s", error.strerror)
+                    self._listen(False)
+                    time.sleep(WAITING_POLL_SECONDS)  # else it would be tried without a pause
+                    return
+                continue  # the client is gone again
+            accepted.setblocking(False)
+            self._num_accepted += 1
+            self._waiting.add(Accepted(self._num_accepted, accepted, self._counter.add(peer)))
+
+    def _offer(self, connection: Accepted) -> bool:
+        """Put a connection into the queue; return whether there was room."""
+        admission = connection.admission
+        message = {"number": connection.number, "excess": admission.excess, "may_probe": admission.may_probe}
+        if not self._queue.put(message, connection.fileno()):
+            return False
+        connection.close()
+        self._queued[connection.number] = connection
+        return True
+
+    def _hand_over(self) -> None:
+        """Move connections to the queue once there is a front, and back while there is none."""
+        if any(front.reacts for front in self._fronts.values()):
+            waiting = self._waiting.take()
+            for place, connection in enumerate(waiting):
+                if not self._offer(connection):
+                    for other in waiting[place:]:
+                        self._waiting.add(other)
+                    break
+            return
+        while (taken := self._queue.take()) is not None:
+            message, fd = taken
+            connection = self._queued.pop(message["number"])
+            connection.socket = socket.socket(fileno=fd)
+            self._waiting.add(connection)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        server = self._server
+        assert server.ssl_certfile is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+        if server.ssl_ca_certs is not None:
+            context.load_verify_locations(server.ssl_ca_certs)
+        context.verify_mode = CERT_REQS[server.ssl_cert_reqs]
+        return context
+
+    # ---- fronts ----
+
+    def _check_fronts(self) -> None:
+        """Start the fronts that are missing, and kill those that do not react, or take too long to stop."""
+        now = time.monotonic()
+        for row, start_at in list(self._start_at.items()):
+            if row not in self._fronts and not self._stopping and now >= start_at:
+                self._start_front(row)
+        for front in self._fronts.values():
+            stalled = front.stalled_for()
+            if stalled > self._server.front_stall_timeout:
+                logger.error("front %d has not reacted for %.1f s and is killed", front.pid, stalled)
+                stacks = front.dump_stacks()
+                if stacks:
+                    logger.error("front %d was here:\n%s", front.pid, stacks)
+                front.kill()
+            elif self._kill_at is not None and now >= self._kill_at:
+                logger.warning("front %d did not stop in time and is killed", front.pid)
+                front.kill()
+
+    def _start_front(self, row: int) -> None:
+        started = {
+            **self._started,
+            "url": self._url,
+            "published": self._published,
+            "engines": self.engines.names,
+            "resumed": self._was_ready,
+        }
+        try:
+            front = Front(self._module, started, row, self._board, self._board_fd, self._queue)
+        except OSError as error:
+            logger.error("no front can be started: %s", error)
+            self._note_failed_start(row, f"it cannot be started: {error.strerror}")
+            return
+        self._fronts[row] = front
+        self._selector.register(front.channel, selectors.EVENT_READ, front)
+
+    def _note_failed_start(self, row: int, reason: str) -> None:
+        self._num_failed_starts += 1
+        self._start_at[row] = time.monotonic() + RETRY_SECONDS * (self._num_failed_starts - 1)
+        if self._num_failed_starts >= MAX_FAILED_STARTS and self._end is None:
+            self._end_server(1, f"the process that serves HTTP dies at every start: {reason}")
+
+    def _end_server(self, code: int, error: str) -> None:
+        """End because of a front: the others stop as after a signal."""
+        self._end = self._end or (code, error)
+        self._drain()
+
+    def _reap(self) -> None:
+        """Note which children have ended."""
+        for engine in self.engines.reap():
+            for front in self._fronts.values():
+                if front.row in engine.users:
+                    front.channel.send({"type": "exited", "engine": engine.number, "code": engine.exit_code})
+            self._answer_ended(engine)
+        for front in list(self._fronts.values()):
+            if front.process.poll() is not None:
+                self._serve(front)  # its last messages
+                self._on_front_end(front)
+
+    def _on_front_end(self, front: Front) -> None:
+        del self._fronts[front.row]
+        self._selector.unregister(front.channel)
+        for admission in front.connections.values():
+            self._counter.remove(admission)
+        for engine in self.engines:
+            engine.users.discard(front.row)
+        for number, calls in self._replies.items():
+            self._replies[number] = [(caller, call) for caller, call in calls if caller is not front]
+        code = front.process.returncode
+        if not front.ended and not self._stopping:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            connections = len(front.connections)
+            logger.error("front %d has ended (%s), with %d connections; it is replaced", front.pid, how, connections)
+            stacks = front.read_stacks() if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS) else ""
+            if stacks:
+                logger.error("front %d was here:\n%s", front.pid, stacks)
+            self._start_at[front.row] = 0.0
+            if not front.ready:
+                self._note_failed_start(front.row, how)
+        front.close()
+
+    # ---- messages ----
+
+    def _serve(self, front: Front) -> None:
+        front.channel.flush()
+        for message, fds in front.channel.receive():
+            for fd in fds:  # there are none so far
+                os.close(fd)
+            handler = self._HANDLERS.get(message.get("type", ""))
+            if handler is None:
+                logger.error("front %d sent an unknown message and is killed", front.pid)
+                front.kill()
+                return
+            handler(self, front, message)
+        if front.channel.ended and front.process.poll() is None and not front.ended:
+            front.kill()
+
+    def _on_serving(self, front: Front, message: Message) -> None:
+        front.serving = True
+        if self._num_signals:
+            front.channel.send({"type": "drain"})
+
+    def _on_ready(self, front: Front, message: Message) -> None:
+        front.ready = True
+        self._num_failed_starts = 0
+        if not self._was_ready:
+            self._was_ready = True
+            self._announce(f"ready url={self._url} model={message['model']}")
+            systemd.notify("READY=1")
+
+    def _on_stopping(self, front: Front, message: Message) -> None:
+        front.serving = False
+
+    def _on_taken(self, front: Front, message: Message) -> None:
+        connection = self._queued.pop(message["number"], None)
+        if connection is not None:
+            front.connections[connection.number] = connection.admission
+
+    def _on_closed(self, front: Front, message: Message) -> None:
+        for number in message["numbers"]:
+            admission = front.connections.pop(number, None)
+            if admission is not None:
+                self._counter.remove(admission)
+
+    def _on_publish(self, front: Front, message: Message) -> None:
+        self._published[message["key"]] = message["value"]
+        for other in self._fronts.values():
+            if other is not front:
+                other.channel.send({"type": "published", "key": message["key"], "value": message["value"]})
+
+    def _on_engine(self, front: Front, message: Message) -> None:
+        reply: Message = {"type": "result", "call": message["call"]}
+        try:
+            engine = self.engines.find(message["name"], message["options"], message["replaced"])
+        except OSError as error:
+            front.channel.send({**reply, "error": str(error)})
+            return
+        engine.users.add(front.row)
+        front.channel.send({**reply, "engine": engine.number, "pid": engine.process.pid}, engine.files.shared)
+
+    def _on_signal_engine(self, front: Front, message: Message) -> None:
+        engine = self.engines.get(message["engine"])
+        if engine is not None:
+            engine.process.send_signal(message["signal"])
+
+    def _on_release(self, front: Front, message: Message) -> None:
+        engine = self.engines.get(message["engine"])
+        if engine is not None:
+            self.engines.release(engine, front.row, reacts=message["reacts"])
+            if not engine.users:
+                self._replies.setdefault(engine.number, []).append((front, message["call"]))
+                return
+        front.channel.send({"type": "result", "call": message["call"]})
+
+    def _answer_ended(self, engine: Engine) -> None:
+        for front, call in self._replies.pop(engine.number, ()):
+            front.channel.send({"type": "result", "call": call})
+
+    def _on_end(self, front: Front, message: Message) -> None:
+        front.ended = True
+        if message["code"] or not self._stopping:
+            self._end_server(message["code"], message["error"])
+
+    _HANDLERS: dict[str, Callable[[Supervisor, Front, Message], None]] = {
+        "serving": _on_serving,
+        "ready": _on_ready,
+        "stopping": _on_stopping,
+        "taken": _on_taken,
+        "closed": _on_closed,
+        "publish": _on_publish,
+        "engine": _on_engine,
+        "signal": _on_signal_engine,
+        "release": _on_release,
+        "end": _on_end,
+    }
+
+    # ---- signals, systemd, the end ----
+
+    def _catch_signals(self) -> dict[int, Any]:
+        """Let signals arrive through a pipe; return the handlers as they were."""
+        for fd in (self._signal_read, self._signal_write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+        return {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == signal.SIGHUP:
+                for front in self._fronts.values():
+                    front.channel.send({"type": "reload"})
+            elif number in (signal.SIGTERM, signal.SIGINT):
+                self._num_signals += 1
+                self._drain()
+
+    def _drain(self) -> None:
+        """Have all fronts stop; those that do not serve yet are killed."""
+        if self._kill_at is None:
+            systemd.notify("STOPPING=1")
+            self._kill_at = time.monotonic() + self._server.shutdown_timeout + FAREWELL_SECONDS
+        for front in self._fronts.values():
+            if front.serving:
+                front.channel.send({"type": "drain"})
+            else:
+                front.kill()
+
+    def _notify_watchdog(self) -> None:
+        """Send systemd's watchdog what it expects while the server is alive: fronts that do not react are replaced."""
+        now = time.monotonic()
+        if self._watchdog is None or not self._was_ready or now < self._watchdog_at:
+            return
+        self._watchdog_at = now + self._watchdog / 3
+        if all(self._board.is_alive(front.row) for front in self._fronts.values() if front.serving):
+            systemd.notify("WATCHDOG=1")
+
+    def _announce(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # standard output was closed
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    def _close(self) -> None:
+        """End all children and release everything."""
+        for front in self._fronts.values():  # there are some only after an error of this process
+            front.kill()
+            front.process.wait()
+            front.close()
+        self._waiting.close()
+        self._queue.close()
+        for engine in self.engines:
+            self.engines.end(engine)
+        while list(self.engines):
+            self.engines.check()
+            self.engines.reap()
+            self._selector.select(WAITING_POLL_SECONDS)
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for fd in (self._board_fd, self._signal_read, self._signal_write):
+            os.close(fd)
