@@ -129,3 +129,10 @@ def test_large_bodies_are_answered_as_small_ones(server: LiveServer) -> None:
     items = [{"role": "user", "content": "a" if index == 3999 else ""} for index in range(4000)]
     answer = server.http.post("/v1/responses", json={"model": "fake", "input": items, "truncation": "auto"})
     assert answer.status_code == 200, answer.text
+
+
+def test_equal_integers_of_a_list_are_one_object_and_no_number_changes() -> None:
+    numbers = [*range(70_000, 90_000), *range(70_000, 90_000), 1, 1.0, 10**30, 10**30]
+    found = decode_in_pieces(json.dumps(numbers))
+    assert found == numbers and list(map(type, found)) == list(map(type, numbers))
+    assert found[0] is found[20_000]

@@ -10,7 +10,9 @@ would wait for a time slice of each of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import ctypes
 import json
 import json.decoder
 import json.scanner
@@ -27,10 +29,14 @@ THREAD_CHARS = 65536  # characters of a response from which on a thread encodes 
 FEW_DELIMITERS = 8192
 MAX_VALUES = 2**17  # in one body; numbers in lists of numbers are not counted
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
+MAX_KNOWN = 2**17  # different integers of a list of which one object each is kept
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list
 MIN_DEPTH = 1  # up to which there are few items, but large ones, such as choices
 NUMBERS = re.compile(r"[-+0-9.eE, \t\r\n]{0,65536}")
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
+LARGE_BYTES = 2**20
 
 T = TypeVar("T")
 ScanOnce = Callable[[str, int], tuple[Any, int]]  # reads the value of a text that begins at a place; its end
@@ -41,6 +47,15 @@ class TooManyValuesError(Exception):
 
 
 _json_thread = ThreadPoolExecutor(1, "quire-json")
+
+
+def return_large_blocks() -> None:
+    """Have the memory of large bodies go back to the system when it is freed.
+
+    glibc takes larger and larger blocks from its heap once such ones were freed, and they keep it from shrinking.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 async def run_in_thread_if(large: Any, work: Callable[[], T]) -> T:
@@ -153,8 +168,12 @@ class _Decoder(json.JSONDecoder):
         return json.decoder.JSONArray(place, self._counted(scan_once))  # type: ignore[attr-defined, no-any-return]
 
     def _numbers(self, text: str, start: int, end: int) -> list[Any] | None:
-        """Return the numbers of a list, piece by piece; None if they are none after all."""
+        """Return the numbers of a list, piece by piece; None if they are none after all.
+
+        Equal integers become one object: token ids are many, and few of them differ.
+        """
         numbers: list[Any] = []
+        known: dict[int, int] = {}
         try:
             while end - start > PIECE:
                 cut = text.rfind(",", start, start + PIECE)
@@ -163,6 +182,8 @@ class _Decoder(json.JSONDecoder):
                 piece = json.loads(f"[{text[start:cut]}]", **self._hooks)
                 if not piece:
                     return None  # two commas in a row
+                if len(known) < MAX_KNOWN and set(map(type, piece)) == {int}:
+                    piece = [known.setdefault(number, number) for number in piece]
                 numbers += piece
                 start = cut + 1
             rest = json.loads(f"[{text[start:end]}]", **self._hooks)

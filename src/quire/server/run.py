@@ -37,6 +37,7 @@ from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
 from quire.server.health import liveness
 from quire.server.http_server import HttpServer, reload_certificate, uvicorn_config
+from quire.server.json_io import return_large_blocks
 from quire.server.metrics import Metrics, ModelMetrics
 from quire.server.model_entry import ModelEntry
 from quire.server.model_pool import ModelPool
@@ -80,6 +81,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
     channel = Channel(socket.socket(fileno=started["channel"]))
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])
+    return_large_blocks()
     code, error = 1, ""
     try:
         config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"])
