@@ -29,6 +29,7 @@ from quire.engine.process import create_client
 from quire.engine_request import LoRARequest, ThinkingData
 from quire.errors import EngineAsleepError, EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.frontend.adapters import AdapterRegistry
+from quire.frontend.chat import ChatTemplate
 from quire.frontend.chat_bounds import MAX_TEXT
 from quire.frontend.chat_worker import MustWaitError, without_waiting
 from quire.frontend.formats.message import MessageSpec
@@ -467,6 +468,13 @@ class AsyncLLM:
             except MustWaitError:
                 pass
         return await self._in_waiting_thread(render)
+
+    async def chat_template(self, source: str | None = None) -> ChatTemplate:
+        """Return the model's chat template, or that with the Jinja text `source`. Raises `RequestError`."""
+        front = self._alive().model
+        if source is None:
+            return front.template()
+        return await self._in_waiting_thread(lambda: front.template(source))  # if it is not kept, it is compiled again
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str, lora: LoRARequest | None) -> list[int]:
         work = partial(self.processor.tokenize, prompt, params, param=param, lora=lora)

@@ -240,8 +240,7 @@ def plain_data(value: Any, path: str, mark: Marker, depth: int = 0) -> Any:
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        items = [plain_data(item, f"{path}[{index}]", mark, depth + 1) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        return [plain_data(item, f"{path}[{index}]", mark, depth + 1) for index, item in enumerate(value)]
     raise RequestError(f"{path} must be JSON data, got {type(value).__name__}", param=path, code="invalid_type")
 
 

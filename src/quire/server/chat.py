@@ -97,7 +97,7 @@ class ChatCompletion(Generation):
         token_ids = await self.context.llm.chat_prompt(
             self.messages, **self.template_arguments, truncate_prompt_tokens=self.params.truncate_prompt_tokens
         )
-        check_template(self.context.llm.front_model, self.body, self.tools)
+        await check_template(self.context.llm, self.body, self.tools)
         if self.body.add_special_tokens:
             token_ids = with_special_tokens(self.context.llm, token_ids)
         return token_ids

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
+from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.front_model import FrontModel
 from quire.frontend.prompts import text_size
 from quire.frontend.tools import ToolRequest
@@ -97,7 +98,7 @@ def _continued_field(message: Mapping[str, Any]) -> bool | str:
     return "reasoning_content" if reasoning is not None and "content" not in message else True
 
 
-def check_template(front: FrontModel, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True) -> None:
+async def check_template(llm: AsyncLLM, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True) -> None:
     """Raise `UnsupportedError` for arguments that the template ignores, or tool calls that no parser could read.
 
     Called once the conversation is rendered, so that a template of the request's own is known to be sound.
@@ -105,7 +106,7 @@ def check_template(front: FrontModel, body: TemplateRequest, tools: ToolRequest,
     Args:
         answered: whether there will be an answer.
     """
-    template = front.template(body.chat_template)
+    front, template = llm.front_model, await llm.chat_template(body.chat_template)
     if tools.callable and tools.choice != "none":
         if not template.reads("tools"):
             raise UnsupportedError("tools: this model's chat template has no place for tools", param="tools")

@@ -44,7 +44,7 @@ async def tokenize(request: Request) -> Response:
         messages = await process_body(request, lambda: check_messages(body.fields))
         tools = requested_tools(body.tools, None, True, ignore_unknown=body.ignore_unknown)
         tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
-        check_template(llm.front_model, body, tools, answered=False)
+        await check_template(llm, body, tools, answered=False)
         if body.add_special_tokens:
             tokens = with_special_tokens(llm, tokens)
     elif body.prompt is not None:
