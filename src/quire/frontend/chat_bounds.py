@@ -21,7 +21,7 @@ MAX_DEPTH = 100  # of lists in lists
 MAX_INT_BITS = 2**12
 MAX_REPEAT = 2**12
 ITEM_CHARS = 8  # what an item of a list costs, in characters
-STEPS_PER_LOOK = 16
+STEPS_PER_LOOK = 32
 CHARS_PER_STEP = 64
 
 
@@ -29,31 +29,45 @@ class BeyondCoreError(Exception):
     """A rendering does more than it may in the front, or something that the core does not have."""
 
 
-class Budget(threading.local):
+class _Left:
+    """What is left of a budget."""
+
+    __slots__ = ("chars", "deadline", "steps")
+
+    def __init__(self, chars: int = 0, deadline: float = 0.0) -> None:
+        self.chars = chars
+        self.deadline = deadline
+        self.steps = 0  # until the next look at the clock
+
+
+class _ThisThread(threading.local):
+    left = _Left()
+
+
+class Budget:
     """What is left for the rendering that runs in this thread. There is nothing outside a rendering."""
 
-    chars = 0
-    steps = 0  # until the next look at the clock
-    deadline = 0.0
+    def __init__(self) -> None:
+        self._this_thread = _ThisThread()  # looked at once in each method: that is slow
 
     def refill(self, seconds: float) -> None:
         """Begin a rendering."""
-        self.chars = MAX_MADE_CHARS
-        self.steps = 0
-        self.deadline = time.thread_time() + seconds
+        self._this_thread.left = _Left(MAX_MADE_CHARS, time.thread_time() + seconds)
 
     def spend(self, steps: int = 1) -> None:
         """Take steps; raise `BeyondCoreError` when no time is left."""
-        self.steps -= steps
-        if self.steps <= 0:
-            self.steps = STEPS_PER_LOOK
-            if time.thread_time() > self.deadline:
+        left = self._this_thread.left
+        left.steps -= steps
+        if left.steps <= 0:
+            left.steps = STEPS_PER_LOOK
+            if time.thread_time() > left.deadline:
                 raise BeyondCoreError
 
     def make(self, chars: int) -> None:
         """Take the characters of a text off that is about to be made, and the time to make it."""
-        self.chars -= chars
-        if chars > MAX_TEXT or self.chars < 0:
+        left = self._this_thread.left
+        left.chars -= chars
+        if chars > MAX_TEXT or left.chars < 0:
             raise BeyondCoreError
         if chars > CHARS_PER_STEP:
             self.spend(chars // CHARS_PER_STEP)

@@ -197,7 +197,7 @@ class _Metering(NodeTransformer):
     visit_AssignBlock = visit_Macro
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        """Price what is constant; `_finalize` sees the rest."""
+        """Price what is constant; `finalize` sees the rest."""
         self.generic_visit(node)
         if self._buffered:
             node.nodes = [self._made(child) for child in node.nodes]
@@ -216,7 +216,7 @@ class CoreEnvironment(ChatEnvironment):
 
     def __init__(self) -> None:
         self.budget = Budget()
-        super().__init__(finalize=self._finalize)
+        super().__init__(finalize=self.budget.weigh)  # of all that is printed
         budget = self.budget
         for name, price in {
             COUNTED: budget.counted,
@@ -234,10 +234,6 @@ class CoreEnvironment(ChatEnvironment):
         self.filters["replace"] = _replace(budget, self.filters["replace"])
         self.globals["range"] = Function(self._range)
         self._functions = {id(self.globals[name]) for name in FUNCTIONS}
-
-    def _finalize(self, value: Any) -> Any:
-        """Price what is about to be printed."""
-        return self.budget.weigh(value)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = _Metering().visit(super()._parse(source, name, filename))
