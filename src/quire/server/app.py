@@ -29,6 +29,7 @@ from quire.server.anthropic import routes as anthropic
 from quire.server.context import ServerContext
 from quire.server.cors import CrossOrigin
 from quire.server.errors import on_http_exception, on_quire_error
+from quire.server.fronts import Fronts
 from quire.server.gate import Gate
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool
@@ -39,12 +40,15 @@ from quire.server.served_model import ServedModel
 from quire.version import __version__
 
 
-def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics | None = None) -> FastAPI:
+def build_app(
+    llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics | None = None, fronts: Fronts | None = None
+) -> FastAPI:
     """Return the application. Until `llm` is started, everything but health, version and metrics answers 503.
 
     Args:
         llm: the only model's engine, or several models. config: of which the server's options count.
         metrics: of them, those of the model must be a listener of `llm`; without it there is no /metrics.
+        fronts: the other processes that serve the same address; by default there are none.
     """
     docs = not config.server.disable_fastapi_docs
     app = FastAPI(
@@ -56,7 +60,7 @@ def build_app(llm: AsyncLLM | ModelPool, config: EngineConfig, metrics: Metrics 
         redirect_slashes=False,
     )
     pool = llm if isinstance(llm, ModelPool) else ModelPool([ServedModel(config, llm)])
-    context = ServerContext(pool, config, metrics)
+    context = ServerContext(pool, config, metrics, fronts or Fronts())
     if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context

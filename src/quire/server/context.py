@@ -15,6 +15,7 @@ from quire.engine_request import LoRARequest
 from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
+from quire.server.fronts import Fronts
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool
@@ -38,20 +39,22 @@ class ServerContext:
 
     Attributes:
         config: options, of which the server's own count here. models: all models. metrics: None without /metrics.
+        fronts: this process and the others that serve the same address.
         draining: set once the server has begun to shut down; new requests are refused from then on.
         jobs: those that an engine works on, or whose responses are being sent. records: of these, and of the last
             finished ones. tracing: None without an endpoint for traces. responses: the stored ones.
     """
 
-    def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None) -> None:
+    def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None, fronts: Fronts) -> None:
         self.models = models
         self.config = config
         self.metrics = metrics
+        self.fronts = fronts
         self.keys = ApiKeys(config.server.api_key, config.server.api_key_file)
         self.admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
         self.jobs: set[Abortable] = set()
-        self.responses = ResponseStore(config.server)
+        self.responses = ResponseStore(config.server, slot=fronts.row)
         self.records = RequestRecords()
         endpoint = config.server.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)

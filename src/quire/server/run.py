@@ -153,7 +153,7 @@ class _Front:
         self.url = url
         self.metrics = Metrics()
         pool = create_pool(entries, config.server, make_llm, self.metrics, supervisor)
-        app = build_app(pool, config, self.metrics)
+        app = build_app(pool, config, self.metrics, supervisor)
         self.context: ServerContext = app.state.context
         options = uvicorn_config(
             app,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +17,7 @@ from quire.engine.process import ProcessClient
 from quire.errors import EngineDeadError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
+from quire.server.fronts import FrontGoneError, Fronts
 from quire.server.model_entry import served_names
 from quire.supervisor.board import Board
 from quire.supervisor.channel import Channel, ConnectionQueue, Message
@@ -24,9 +26,10 @@ from quire.supervisor.connections import Admission
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
+ASK_SECONDS = 1.0
 
 
-class SupervisorClient:
+class SupervisorClient(Fronts):
     """The front's end of the channel. Everything but its constructor belongs to the event loop.
 
     Args:
@@ -34,7 +37,8 @@ class SupervisorClient:
         published: values by key, as all fronts have published them so far.
 
     Attributes:
-        on_connection: called with the descriptor of a connection, its number and how it was counted.
+        on_connection: called with the descriptor of a connection, its number and how it was counted; a connection from
+            another front has no number.
         on_drain, on_reload: called when the server is to stop, or to read its files again.
         on_published: called with a key when another front has published a value.
     """
@@ -45,7 +49,8 @@ class SupervisorClient:
         self._channel = channel
         self._queue = queue
         self._board = board
-        self._row = row
+        super().__init__(row)
+        self._answering: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
@@ -53,7 +58,7 @@ class SupervisorClient:
         self._num_calls = 0
         self._exit_codes: dict[int, Future[int]] = {}
         self._closed: list[int] = []
-        self.on_connection: Callable[[int, int, Admission], None] = lambda fd, number, admission: os.close(fd)
+        self.on_connection: Callable[[int, int | None, Admission], None] = lambda fd, number, admission: os.close(fd)
         self.on_drain: Callable[[], None] = lambda: None
         self.on_reload: Callable[[], None] = lambda: None
         self.on_published: Callable[[str], None] = lambda key: None
@@ -68,12 +73,12 @@ class SupervisorClient:
     async def beat(self, is_alive: Callable[[], bool]) -> None:
         """Show that this process reacts, until cancelled; `is_alive`: whether /livez says so."""
         while True:
-            self._board.beat(self._row, alive=is_alive())
+            self._board.beat(self.row, alive=is_alive())
             await asyncio.sleep(BEAT_SECONDS)
 
     def share_receiving_bytes(self, num_bytes: int) -> int:
         """Record the bytes of bodies that this front has; return those of all fronts."""
-        self._board.set_receiving_bytes(self._row, num_bytes)
+        self._board.set_receiving_bytes(self.row, num_bytes)
         return self._board.receiving_bytes()
 
     def is_crowded(self) -> bool:
@@ -101,8 +106,10 @@ class SupervisorClient:
         while self._channel.unsent and not self._channel.ended:
             self._channel.flush()
 
-    def close_connection(self, number: int) -> None:
+    def close_connection(self, number: int | None) -> None:
         """Say that a connection was closed."""
+        if number is None:
+            return
         self._closed.append(number)
         if len(self._closed) == 1:
             assert self._loop is not None
@@ -111,6 +118,40 @@ class SupervisorClient:
     def _send_closed(self) -> None:
         closed, self._closed = self._closed, []
         self._send({"type": "closed", "numbers": closed})
+
+    # ---- other fronts ----
+
+    async def ask(self, row: int, method: str, value: Any = None, *, seconds: float | None = ASK_SECONDS) -> Any:
+        self._num_calls += 1
+        call = self._num_calls
+        assert self._loop is not None, "attached before"
+        answer = self._calls[call] = self._loop.create_future()
+        self._send({"type": "ask", "to": row, "call": call, "method": method, "value": value})
+        try:
+            async with asyncio.timeout(seconds):
+                reply, _ = await answer
+        except TimeoutError:
+            raise FrontGoneError(f"front {row} does not answer") from None
+        finally:
+            self._calls.pop(call, None)
+        if "error" in reply:
+            raise FrontGoneError(f"front {row} does not answer: {reply['error']}")
+        return reply["value"]
+
+    def connect(self, row: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._send({"type": "relay", "to": row}, [theirs.fileno()])
+        return ours
+
+    async def _answer(self, message: Message) -> None:
+        reply: Message = {"type": "answer", "to": message["from"], "call": message["call"]}
+        try:
+            reply["value"] = await self.handlers[message["method"]](message["value"])
+        except Exception as error:  # boundary: the other front must learn of it
+            logger.exception("a question of another front, %s, cannot be answered", message["method"])
+            reply["error"] = type(error).__name__
+        self._send(reply)
 
     # ---- engines ----
 
@@ -158,8 +199,8 @@ class SupervisorClient:
 
     # ---- messages ----
 
-    def _send(self, message: Message) -> None:
-        self._channel.send(message)
+    def _send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        self._channel.send(message, fds)
         self._watch()
 
     def _watch(self) -> None:
@@ -191,13 +232,22 @@ class SupervisorClient:
 
     def _handle(self, message: Message, fds: Sequence[int]) -> None:
         match message["type"]:
-            case "result":
-                answer = self._calls.pop(message["call"])
-                if answer.cancelled():
+            case "result" | "answer":
+                answer = self._calls.pop(message["call"], None)
+                if answer is None or answer.done():
                     for fd in fds:
                         os.close(fd)
                 else:
                     answer.set_result((message, list(fds)))
+            case "ask":
+                task = asyncio.create_task(self._answer(message), name="quire-answer")
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case "relay":
+                self.on_connection(fds[0], None, Admission(""))
+            case "fronts":
+                self.rows = message["rows"]
+                self.on_change()
             case "exited":
                 exit_code = self._exit_codes.get(message["engine"])
                 if exit_code is not None and not exit_code.done():

@@ -40,6 +40,7 @@ MAX_WAITING = 1024  # connections without a front; further ones stay in the kern
 MAX_FAILED_STARTS = 3  # in a row
 RETRY_SECONDS = 0.5  # before the second start in a row
 FRONT_MODULE = "quire.server.run"
+FORWARDED = ("ask", "answer", "relay")  # messages between fronts
 FAREWELL_SECONDS = 10.0  # beyond the shutdown timeout, until fronts are killed
 
 
@@ -301,25 +302,29 @@ class Supervisor:
             if not front.ready:
                 self._note_failed_start(front.row, how)
         front.close()
+        self._tell_fronts()
 
     # ---- messages ----
 
     def _serve(self, front: Front) -> None:
         front.channel.flush()
         for message, fds in front.channel.receive():
-            for fd in fds:  # there are none so far
-                os.close(fd)
             handler = self._HANDLERS.get(message.get("type", ""))
-            if handler is None:
+            if handler is not None:
+                handler(self, front, message)
+            elif message.get("type") in FORWARDED:
+                self._forward(front, message, fds)
+            else:
                 logger.error("front %d sent an unknown message and is killed", front.pid)
                 front.kill()
-                return
-            handler(self, front, message)
+            for fd in fds:
+                os.close(fd)
         if front.channel.ended and front.process.poll() is None and not front.ended:
             front.kill()
 
     def _on_serving(self, front: Front, message: Message) -> None:
         front.serving = True
+        self._tell_fronts()
         if self._num_signals:
             front.channel.send({"type": "drain"})
 
@@ -333,6 +338,7 @@ class Supervisor:
 
     def _on_stopping(self, front: Front, message: Message) -> None:
         front.serving = False
+        self._tell_fronts()
 
     def _on_taken(self, front: Front, message: Message) -> None:
         connection = self._queued.pop(message["number"], None)
@@ -350,6 +356,20 @@ class Supervisor:
         for other in self._fronts.values():
             if other is not front:
                 other.channel.send({"type": "published", "key": message["key"], "value": message["value"]})
+
+    def _forward(self, front: Front, message: Message, fds: list[int]) -> None:
+        """Pass a message on to the front of the row `to`; say so if there is none that reacts."""
+        to = self._fronts.get(message["to"])
+        if to is not None and to.reacts:
+            to.channel.send({**message, "from": front.row}, fds)
+        elif message["type"] == "ask":
+            front.channel.send({"type": "answer", "call": message["call"], "from": message["to"], "error": "gone"})
+
+    def _tell_fronts(self) -> None:
+        """Tell all fronts which of them serve, after a change."""
+        rows = [row for row, front in sorted(self._fronts.items()) if front.serving and not front.ended]
+        for front in self._fronts.values():
+            front.channel.send({"type": "fronts", "rows": rows})
 
     def _on_engine(self, front: Front, message: Message) -> None:
         reply: Message = {"type": "result", "call": message["call"]}
