@@ -1,30 +1,26 @@
-"""Probes a server again and again, as a load balancer does, from a process of its own: `python prober.py URL [PATH]`.
+"""Probes a server again and again, as a load balancer does, from a process of its own and before other processes.
 
-Until its standard input ends; then it prints the seconds that each probe took, connecting included, as JSON. It runs
-before other processes if it may, so that what it measures is the server and not the clients of a test beside it.
+So what it measures is the server, and not the clients of a test beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import select
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
+
+from tests.helpers.aside import aside, change_priority, report, told_to_end
 
 INTERVAL = 0.02  # seconds between two probes
 PATIENCE = 20.0  # seconds
 
 
 def probe(url: str, path: str) -> float:
-    """Return how long one probe takes [s]. Raises `OSError`, also for another status than 200."""
+    """Return how long one probe takes [s], connecting included. Raises `OSError`, also for another status than 200."""
     parts = urlsplit(url)
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -42,26 +38,21 @@ def probe(url: str, path: str) -> float:
 
 @contextlib.contextmanager
 def probing(url: str, path: str = "/livez") -> Iterator[list[float]]:
-    """Probe while the block runs; the list has the times afterwards, in order of length."""
-    command = [sys.executable, str(Path(__file__)), url, path]
+    """Probe while the block runs; the list has the times [ms] afterwards: median, 99th percentile and longest."""
     times: list[float] = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            yield times
-        finally:
-            told, _ = process.communicate()
-        assert process.returncode == 0, "a probe failed"
-        times += sorted(json.loads(told))
+    with aside("tests.helpers.prober", url, path) as told:
+        yield times
+    found = sorted(told[0])
+    times += [1000 * found[int(part * (len(found) - 1))] for part in (0.5, 0.99, 1)]
 
 
 def main() -> None:
-    """See the module."""
-    with contextlib.suppress(OSError):
-        os.nice(-10)
-    times = []
-    while not select.select([sys.stdin], [], [], INTERVAL)[0]:
+    """Probe URL PATH."""
+    change_priority(-10)
+    times = [probe(*sys.argv[1:3])]
+    while not told_to_end(INTERVAL):
         times.append(probe(*sys.argv[1:3]))
-    json.dump(times, sys.stdout)
+    report(times)
 
 
 if __name__ == "__main__":
