@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from quire.frontend.chat import ChatTemplate, RequestTemplates
 from quire.frontend.chat_sandbox import TOO_COMPLEX
 from quire.frontend.chat_worker import CompiledTemplate, TemplateWorkers
 from quire.frontend.front_model import load_front_model
+from quire.frontend.worker_process import JobDiedError, WorkerPool
 from tests.frontend.conftest import write_folder
 from tests.frontend.families import FAMILIES
 from tests.frontend.hostile_templates import ATTACKS
@@ -54,11 +57,14 @@ def demo_template() -> str:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo", "chatml"])
-def test_the_templates_of_all_families_are_of_the_core(name: str) -> None:
+def test_the_templates_of_all_families_are_of_the_core(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.frontend.worker_process.start_module", None)  # no process is started
     sources = {"demo": demo_template(), "chatml": CHAT_TEMPLATE}
     source = sources[name] if name in sources else FAMILIES[name].template
     template = CompiledTemplate(source, TemplateWorkers())
-    assert template.in_front and "messages" in template.variables and not children()
+    assert template.in_front and "messages" in template.variables
+    with contextlib.suppress(RequestError):  # of one that needs more than this
+        template.render({"messages": [USER], "tools": None, "bos_token": "", "eos_token": ""})
 
 
 @pytest.mark.parametrize(
@@ -244,6 +250,14 @@ def test_a_frozen_worker_costs_no_request(workers: TemplateWorkers) -> None:
     for child in children():
         child.suspend()
     assert workers.render("{{ x | center(3) }}", {"x": "b"}) == " b "
+
+
+def test_a_crash_is_said_to_be_one() -> None:
+    pool = WorkerPool("quire.frontend.chat_worker", "chat templates")
+    worker = pool._new()
+    psutil.Process(worker.pid).send_signal(signal.SIGSEGV)
+    with pytest.raises(JobDiedError, match="its process down"):
+        worker.do(b"[]", 5.0)
 
 
 def test_a_worker_imports_what_it_needs() -> None:

@@ -33,6 +33,7 @@ QUEUE_TIMEOUT = 8.0  # seconds that a job waits for a process
 MAX_PROCESSES = 2
 MEMORY = 1 << 30  # bytes of address space; some 100 to 200 MiB of it are the interpreter and its libraries
 MAX_RESULT = 1 << 27  # bytes
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _LENGTH = struct.Struct("!Q")
 
 
@@ -45,7 +46,7 @@ class JobTimeoutError(JobKilledError):
 
 
 class JobDiedError(JobKilledError):
-    """Its process ended. That is the limit of memory, unless somebody killed the process or the code crashed."""
+    """Its process ended: by the limit of memory, by a crash, or because somebody killed it."""
 
 
 class WorkerPool:
@@ -179,8 +180,7 @@ class _Worker:
             self._socket.settimeout(max(timeout, 0.001))
             send(self._socket, job)
         except OSError:
-            self.kill()
-            raise JobDiedError("too much memory") from None
+            raise self._died() from None
         try:
             self._receive(timeout)
         except JobTimeoutError as error:  # stopped before it had the job
@@ -195,17 +195,24 @@ class _Worker:
             self.kill()
             raise JobTimeoutError(f"more than {timeout:.3g} seconds") from None
         except OSError:
-            self.kill()
-            raise JobDiedError("too much memory") from None
+            raise self._died() from None
         except BaseException:
             self.kill()
             raise
 
-    def kill(self) -> None:
-        """End it at once."""
+    def _died(self) -> JobDiedError:
+        """Return what a job takes that ended the process. Libraries abort when there is no memory."""
+        code = -self.kill()
+        if code in CRASHES:
+            return JobDiedError(f"its process down ({signal.Signals(code).name})")
+        return JobDiedError("too much memory")
+
+    def kill(self) -> int:
+        """End it at once; return the exit code."""
         self._process.kill()
-        self._process.wait()
+        code = self._process.wait()
         self._socket.close()
+        return code
 
 
 def _kill_all(workers: list[_Worker]) -> None:
