@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Iterator
 
 from quire.server.starter import MAX_STARTED, Starter
 from tests.helpers.live_server import LiveServer
@@ -25,31 +26,59 @@ def test_a_few_are_started_in_each_round_in_their_order() -> None:
             counts.append(len(started))
             await asyncio.sleep(0)
         starter.start(loop, lambda: started.append(-1))
+        await asyncio.sleep(0)
         counts.append(len(started))
 
     asyncio.run(run())
-    assert counts == [MAX_STARTED, 2 * MAX_STARTED, *[2 * MAX_STARTED + 1] * 3, 2 * MAX_STARTED + 2]
+    assert counts == [0, MAX_STARTED, 2 * MAX_STARTED, *[2 * MAX_STARTED + 1] * 2, 2 * MAX_STARTED + 2]
     assert started == [*range(2 * MAX_STARTED + 1), -1]
 
 
-def test_a_probe_does_not_wait_for_a_hundred_requests(server: LiveServer) -> None:
+POSTED = POST + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+
+def refused(metrics: str) -> float:
+    """Return how many requests were answered with 4xx."""
+    return sum(map(float, re.findall(r'^http_requests_total{.*status="4xx"} (\S+)', metrics, re.MULTILINE)))
+
+
+@contextlib.contextmanager
+def held(server: LiveServer) -> Iterator[list[socket.socket]]:
+    """Make 101 connections, and let the event loop wait while the block runs."""
     may_go_on = threading.Event()
     holder = threading.Thread(target=lambda: server.do(may_go_on.wait))
     with contextlib.ExitStack() as stack:
         address = server.listener.getsockname()
-        *others, probe = (stack.enter_context(socket.create_connection(address, 20)) for _ in range(101))
-        before = server.http.get("/metrics").text  # and all connections have been accepted
+        connections = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(101)]
+        server.http.get("/metrics")  # now all have been accepted
         holder.start()
-        for other in others:
-            other.sendall(POST + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}")
-        probe.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        may_go_on.set()
+        try:
+            yield connections
+        finally:
+            may_go_on.set()
+            holder.join()
+
+
+def test_a_probe_does_not_wait_for_a_hundred_requests(server: LiveServer) -> None:
+    before = refused(server.http.get("/metrics").text)
+    with contextlib.ExitStack() as stack:
+        with held(server) as connections:
+            *others, probe = (stack.enter_context(connection.dup()) for connection in connections)
+            for other in others:
+                other.sendall(POSTED)
+            probe.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         text = read_all(probe).decode()
         assert all(read_all(other).startswith(b"HTTP/1.1 400 ") for other in others)
-    holder.join()
+    assert refused(server.http.get("/metrics").text) == before + len(others)
+    assert refused(text) < before + len(others) / 2
 
-    def answered(metrics: str) -> float:
-        return sum(map(float, re.findall(r'^http_requests_total{.*status="4xx"} (\S+)', metrics, re.MULTILINE)))
 
-    assert answered(server.http.get("/metrics").text) == answered(before) + len(others)
-    assert answered(text) < answered(before) + len(others) / 2
+def test_who_has_gone_is_not_served(server: LiveServer) -> None:
+    before = refused(server.http.get("/metrics").text)
+    with held(server) as connections:
+        for connection in connections:
+            connection.sendall(POSTED)
+            connection.close()
+    server.wait_until(lambda: server.context.num_open == 0)
+    assert server.http.post("/v1/completions", json={}).status_code == 400  # which comes behind them
+    assert refused(server.http.get("/metrics").text) == before + 1

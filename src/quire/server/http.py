@@ -190,15 +190,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
         self._release(self._admission)
-        if self._running is not None:  # uvicorn marks `cycle`, which may wait behind it
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._leave()
         for body in (self._body, *(cycle.scope["state"]["received_body"] for cycle, _ in self.pipeline)):
             body.release()
         self._stop_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Note at once that the client has gone: the connection is closed next, and what was not started never is."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._running is not None:  # uvicorn marks `cycle`, which may wait behind it
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def pause_writing(self) -> None:
         """Let writers wait, and watch whether the client reads at all."""
@@ -324,7 +331,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                await served(scope, receive, send)
+                if not cycle.disconnected:  # else who asked has gone before its turn came
+                    await served(scope, receive, send)
             finally:
                 scope["state"]["received_body"].release()
 

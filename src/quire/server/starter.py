@@ -12,28 +12,21 @@ MAX_STARTED = 4  # in a round: some milliseconds of work, for the first step of 
 class Starter:
     """Starts the requests of all connections in their order, a few in each round of the event loop.
 
-    However many arrive at once, streams and probes get their turn between them.
+    However many arrive at once, streams and probes get their turn between them. A request is never started in the round
+    in which it arrived: at the end of the next one it is known whether its client has already gone.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._num_started = 0  # in this round
         self._round: asyncio.Handle | None = None  # the beginning of the next one
 
     def start(self, loop: asyncio.AbstractEventLoop, run: Callable[[], None]) -> None:
-        """Call `run` now, or when its turn comes."""
+        """Call `run` when its turn comes."""
         self._waiting.append(run)
-        self._start_some(loop)
-
-    def _start_some(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting and self._num_started < MAX_STARTED:
-            self._num_started += 1
-            self._waiting.popleft()()
         if self._round is None:
             self._round = loop.call_soon(self._begin_round, loop)
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._round = None
-        self._num_started = 0
-        if self._waiting:
-            self._start_some(loop)
+        for _ in range(min(MAX_STARTED, len(self._waiting))):
+            self._waiting.popleft()()
+        self._round = loop.call_soon(self._begin_round, loop) if self._waiting else None
