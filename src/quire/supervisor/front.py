@@ -35,7 +35,7 @@ class Front:
 
     Attributes:
         channel: messages to and from it. connections: those that it has taken, by their numbers. serving: it takes
-            connections. ready: its models are loaded. ended: it has said that it ends.
+            connections. ready: its models are loaded. ended: it has said that it ends. killed: it was killed from here.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Front:
         self._began = self._polled = time.monotonic()
         self._excused = self._last_beat = 0.0
         self.connections: dict[int, Admission] = {}
-        self.serving = self.ready = self.ended = False
+        self.serving = self.ready = self.ended = self.killed = False
         board.clear(row)
         ours, theirs = socket.socketpair()
         self._stacks = anonymous_file("quire-stacks")
@@ -76,6 +76,7 @@ class Front:
         return (
             self.serving
             and not self.ended
+            and not self.killed
             and not self.channel.ended
             and time.monotonic() - self._board.last_beat(self.row) < SILENT_SECONDS
         )
@@ -110,6 +111,7 @@ class Front:
 
     def kill(self) -> None:
         """End it by force."""
+        self.killed = True
         self.process.kill()
 
     def close(self) -> None:

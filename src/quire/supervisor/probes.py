@@ -9,10 +9,11 @@ PROBES = frozenset({"/health", "/healthz", "/livez", "/ping", "/ready", "/readyz
 RESERVED_PATHS = PROBES | {"/metrics"}  # for which some connections are reserved
 EXPLAINED = frozenset({"/livez", "/ready", "/readyz"})
 
-LOADING, RESTARTING, DRAINING = "loading", "restarting", "draining"
+LOADING, STALLED, RESTARTING, DRAINING = "loading", "stalled", "restarting", "draining"
 REASONS = {
     LOADING: "the model is being loaded",
-    RESTARTING: "the process that serves HTTP has died, or hangs, and is being replaced",
+    STALLED: "the process that serves HTTP does not react",
+    RESTARTING: "the process that serves HTTP has died and is being replaced",
     DRAINING: "the server is shutting down",
 }
 REQUEST_LINE = re.compile(rb"(GET|HEAD|POST) ([!-~]{1,2048}) HTTP/1\.[01]\r?\n")
@@ -43,7 +44,7 @@ class ProbeAnswers:
         found = REQUEST_LINE.match(data)
         path = "" if found is None else without_root(found[2].partition(b"?")[0].decode("ascii"), self._root_path)
         if found is not None and path in RESERVED_PATHS:
-            alive = path == "/livez" and status != RESTARTING
+            alive = path == "/livez" and status in (LOADING, DRAINING)
             body: dict[str, object] = {"status": "ok" if alive else status}
             if path in EXPLAINED and not alive:
                 body["reason"] = REASONS[status]

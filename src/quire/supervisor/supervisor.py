@@ -28,7 +28,7 @@ from quire.supervisor.connections import counter_of
 from quire.supervisor.engines import Engine, Engines
 from quire.supervisor.front import Front
 from quire.supervisor.listen import CERT_REQS, url_of
-from quire.supervisor.probes import DRAINING, LOADING, RESTARTING, ProbeAnswers
+from quire.supervisor.probes import DRAINING, LOADING, RESTARTING, STALLED, ProbeAnswers
 from quire.supervisor.waiting import Accepted, WaitingConnections
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,8 @@ class Supervisor:
         """Why connections wait; a key of `probes.REASONS`."""
         if self._stopping:
             return DRAINING
+        if any(front.serving and not front.killed for front in self._fronts.values()):
+            return STALLED
         return RESTARTING if self._was_ready else LOADING
 
     def _watch_channels(self) -> None:
@@ -230,6 +232,8 @@ class Supervisor:
             if row not in self._fronts and not self._stopping and now >= start_at:
                 self._start_front(row)
         for front in self._fronts.values():
+            if front.killed:
+                continue
             stalled = front.stalled_for()
             if stalled > self._server.front_stall_timeout:
                 logger.error("front %d has not reacted for %.1f s and is killed", front.pid, stalled)

@@ -124,5 +124,7 @@ class WaitingConnections:
         if self._tls is None:
             connection.socket.recv(DRAIN_BYTES)  # closed with unread data it would be reset, and the answer lost
         connection.socket.send(response)
-        if self._tls is None:
+        if isinstance(connection.socket, ssl.SSLSocket):
+            connection.socket.unwrap()  # it sends the end; the client's may come later
+        else:
             connection.socket.shutdown(socket.SHUT_WR)
