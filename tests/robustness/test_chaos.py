@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.helpers.faults import Answer, body_of, engine_pid, load, read, show
 from tests.helpers.server import Server, serve
+from tests.robustness.test_soak import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -31,23 +33,25 @@ DISK = "kv"  # folder of the disk tier
 TEMPLATE = "{% for message in messages %}{{ message.content | urlize | length }}{% endfor %}"
 
 
-def workers(server: Server, module: bytes) -> list[int]:
+def workers(server: Server, module: str) -> list[psutil.Process]:
     """Return the processes of a worker's module."""
     found = []
-    for pid in server.children():
-        with contextlib.suppress(OSError):
-            if module in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
+    for process in processes(server):
+        with contextlib.suppress(psutil.Error):
+            if any(word.startswith(module) for word in process.cmdline()):
+                found.append(process)
     return found
 
 
-def signal_workers(module: bytes, number: signal.Signals) -> Callable[[Server, Path], None]:
+def signal_workers(module: str, number: signal.Signals) -> Callable[[Server, Path], None]:
     """Return what sends a signal to all processes of a worker's module."""
 
     def act(server: Server, folder: Path) -> None:
-        for pid in workers(server, module):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        found = workers(server, module)
+        assert found, "it has none"
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     return act
 
@@ -93,16 +97,16 @@ class Fault:
 
 FAULTS = {
     "grammar workers killed": Fault(
-        signal_workers(b"quire.frontend.grammars", signal.SIGKILL), "/v1/completions", structured
+        signal_workers("quire.frontend.grammars", signal.SIGKILL), "/v1/completions", structured
     ),
     "grammar workers frozen": Fault(
-        signal_workers(b"quire.frontend.grammars", signal.SIGSTOP), "/v1/completions", structured
+        signal_workers("quire.frontend.grammars", signal.SIGSTOP), "/v1/completions", structured
     ),
     "template workers killed": Fault(
-        signal_workers(b"quire.frontend.chat", signal.SIGKILL), "/v1/chat/completions", templated
+        signal_workers("quire.frontend.chat", signal.SIGKILL), "/v1/chat/completions", templated
     ),
     "template workers frozen": Fault(
-        signal_workers(b"quire.frontend.chat", signal.SIGSTOP), "/v1/chat/completions", templated
+        signal_workers("quire.frontend.chat", signal.SIGSTOP), "/v1/chat/completions", templated
     ),
     "files of the disk tier cut off": Fault(cut_disk, "/v1/completions", lambda number: body_of(number, max_tokens=3)),
     "folder of the disk tier removed": Fault(
