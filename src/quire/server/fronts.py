@@ -25,16 +25,21 @@ class Fronts:
     """All fronts of a server; this class itself stands for a front that is alone.
 
     Attributes:
-        row: this front's number. rows: those of all fronts that serve, in order.
+        row: this front's number. rows: those of all fronts that serve, the one that has served for longest first; empty
+            until this one serves, too.
         handlers: by method, what answers other fronts: called with a JSON-like value, returns one.
-        on_change: called when `rows` has changed.
+        published: values by key, as all fronts have published them so far.
+        on_change: each is called when `rows` has changed. on_published: each is called with the key of a value that
+            another front has published.
     """
 
     def __init__(self, row: int = 0) -> None:
         self.row = row
         self.rows = [row]
         self.handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        self.on_change: Callable[[], None] = lambda: None
+        self.published: dict[str, Any] = {}
+        self.on_change: list[Callable[[], None]] = []
+        self.on_published: list[Callable[[str], None]] = []
 
     @property
     def others(self) -> list[int]:
@@ -43,14 +48,18 @@ class Fronts:
 
     @property
     def leader(self) -> int:
-        """The front that decides what only one can decide."""
+        """The front that decides what only one can decide; it does so until it ends."""
         return self.rows[0] if self.rows else self.row
+
+    def publish(self, key: str, value: Any) -> None:
+        """Give all fronts, also later ones, a JSON-like value."""
+        self.published[key] = value
 
     async def ask(self, row: int, method: str, value: Any = None, *, seconds: float | None = None) -> Any:
         """Return what another front's handler of a method returns, JSON-like.
 
         Raises:
-            FrontGoneError: it does not react within `seconds`, or has failed to answer.
+            FrontGoneError: it does not react within `seconds`, has failed to answer, or ends meanwhile.
         """
         raise FrontGoneError(f"front {row} does not answer")
 

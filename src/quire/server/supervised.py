@@ -40,7 +40,6 @@ class SupervisorClient(Fronts):
         on_connection: called with the descriptor of a connection, its number and how it was counted; a connection from
             another front has no number.
         on_drain, on_reload: called when the server is to stop, or to read its files again.
-        on_published: called with a key when another front has published a value.
     """
 
     def __init__(
@@ -50,18 +49,19 @@ class SupervisorClient(Fronts):
         self._queue = queue
         self._board = board
         super().__init__(row)
+        self.rows = []
         self._answering: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
         self._calls: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._asked: dict[int, int] = {}  # by the number of a call, the front that is to answer
         self._num_calls = 0
         self._exit_codes: dict[int, Future[int]] = {}
         self._closed: list[int] = []
         self.on_connection: Callable[[int, int | None, Admission], None] = lambda fd, number, admission: os.close(fd)
         self.on_drain: Callable[[], None] = lambda: None
         self.on_reload: Callable[[], None] = lambda: None
-        self.on_published: Callable[[str], None] = lambda key: None
 
     def attach(self) -> None:
         """Begin to read, on the running event loop, and to take connections."""
@@ -86,8 +86,7 @@ class SupervisorClient(Fronts):
         return self._board.is_crowded
 
     def publish(self, key: str, value: Any) -> None:
-        """Give all fronts, also later ones, a JSON-like value."""
-        self.published[key] = value
+        super().publish(key, value)
         self._send({"type": "publish", "key": key, "value": value})
 
     def ready(self, model: str) -> None:
@@ -126,6 +125,7 @@ class SupervisorClient(Fronts):
         call = self._num_calls
         assert self._loop is not None, "attached before"
         answer = self._calls[call] = self._loop.create_future()
+        self._asked[call] = row
         self._send({"type": "ask", "to": row, "call": call, "method": method, "value": value})
         try:
             async with asyncio.timeout(seconds):
@@ -134,6 +134,7 @@ class SupervisorClient(Fronts):
             raise FrontGoneError(f"front {row} does not answer") from None
         finally:
             self._calls.pop(call, None)
+            self._asked.pop(call, None)
         if "error" in reply:
             raise FrontGoneError(f"front {row} does not answer: {reply['error']}")
         return reply["value"]
@@ -246,19 +247,29 @@ class SupervisorClient(Fronts):
             case "relay":
                 self.on_connection(fds[0], None, Admission(""))
             case "fronts":
-                self.rows = message["rows"]
-                self.on_change()
+                self._note_rows(message["rows"])
             case "exited":
                 exit_code = self._exit_codes.get(message["engine"])
                 if exit_code is not None and not exit_code.done():
                     exit_code.set_result(message["code"])
             case "published":
                 self.published[message["key"]] = message["value"]
-                self.on_published(message["key"])
+                for note in self.on_published:
+                    note(message["key"])
             case "drain":
                 self.on_drain()
             case "reload":
                 self.on_reload()
+
+    def _note_rows(self, rows: list[int]) -> None:
+        """Note which fronts serve; those that do not any more owe no answers."""
+        self.rows = rows
+        for call, row in self._asked.items():
+            answer = self._calls.get(call)
+            if row not in rows and answer is not None and not answer.done():
+                answer.set_result(({"error": "gone"}, []))
+        for note in self.on_change:
+            note()
 
 
 class SupervisedEngines:

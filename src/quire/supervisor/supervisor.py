@@ -79,6 +79,7 @@ class Supervisor:
         )
         self.engines = Engines()
         self._fronts: dict[int, Front] = {}
+        self._serving: list[Front] = []  # in the order in which they began
         self._start_at: dict[int, float] = dict.fromkeys(range(server.api_server_count), 0.0)
         self._published: dict[str, Any] = {}
         self._replies: dict[int, list[tuple[Front, int]]] = {}  # calls that are answered when an engine has ended
@@ -370,8 +371,11 @@ class Supervisor:
             front.channel.send({"type": "answer", "call": message["call"], "from": message["to"], "error": "gone"})
 
     def _tell_fronts(self) -> None:
-        """Tell all fronts which of them serve, after a change."""
-        rows = [row for row, front in sorted(self._fronts.items()) if front.serving and not front.ended]
+        """Tell all fronts which of them serve, after a change; the first one, which decides, is so until it ends."""
+        serving = [front for front in self._fronts.values() if front.serving and not front.ended]
+        kept = [front for front in self._serving if front in serving]
+        self._serving = kept + [front for front in serving if front not in kept]
+        rows = [front.row for front in self._serving]
         for front in self._fronts.values():
             front.channel.send({"type": "fronts", "rows": rows})
 
