@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.helpers.server import Server
 
@@ -67,7 +70,7 @@ def read(server: Server, body: dict[str, Any], seen: Callable[[], None] = lambda
         with error:
             answer.status = error.code
             answer.error = json.loads(error.read())["error"]
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         answer.error = {"code": type(error).__name__}
     answer.at = time.monotonic()
     return answer
@@ -115,13 +118,30 @@ def engine_pid(server: Server) -> int:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for pid in server.children():
-            try:
-                if b"quire.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
-            except OSError:
-                pass
+            if b"quire.engine.process" in _command(pid):
+                return pid
         time.sleep(0.01)
     raise AssertionError("there is no engine")
+
+
+def front_pids(server: Server) -> list[int]:
+    """Return the process ids of the fronts."""
+    return [pid for pid in server.children() if b"quire.server.run" in _command(pid)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def num_connections(server: Server, pid: int) -> int:
+    """Return how many connections to a server one of its processes has."""
+    return sum(
+        connection.laddr.port == server.port and connection.status == psutil.CONN_ESTABLISHED
+        for connection in psutil.Process(pid).net_connections("tcp")
+    )
 
 
 def alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -16,9 +17,11 @@ from tests.helpers.faults import (
     alive,
     body_of,
     engine_pid,
+    front_pids,
     is_ready,
     leftovers,
     load,
+    num_connections,
     read,
     seconds_until,
     show,
@@ -212,3 +215,60 @@ def test_a_poisonous_request_is_found_among_many(tmp_path: Path, repetitions: in
             assert deaths <= 3
             rows.append((number, deaths, time.monotonic() - began))
     show("one request that kills its engine, among 16 others", rows)
+
+
+PROMPT = {"prompt": "To be, or not to be, that is the question: " * 8, "stream": False}
+
+
+def lose_front(
+    server: Server, asked: list[dict[str, object]], expected: list[Answer], number: signal.Signals
+) -> tuple[int, dict[str, float]]:
+    """Send a signal to the busiest front under load; return how many streams it had, and seconds from the signal."""
+    seconds = {}
+    fronts = front_pids(server)
+    with load(server, asked) as requests:
+        requests.wait_for_events(STREAMS * 20)
+        victim = max(fronts, key=lambda pid: num_connections(server, pid))
+        lost = num_connections(server, victim)
+        os.kill(victim, number)
+        killed = time.monotonic()
+        seconds["answer"] = seconds_until(lambda: server.get("/livez", 5.0)[0] in (200, 503), most=5, since=killed)
+        seconds["gone"] = seconds_until(lambda: victim not in front_pids(server), most=10, since=killed)
+        canary = read(server, body_of(99, max_tokens=3, **PROMPT))
+        seconds["canary"] = canary.at - killed
+        seconds["blocks free"] = seconds_until(
+            lambda: server.metric("vllm:num_requests_running") <= STREAMS - lost, most=60, since=killed
+        )
+        answers = requests.answers()
+    replaced = lambda: len(set(front_pids(server)) - {victim}) == len(fronts)  # noqa: E731
+    seconds["new front"] = seconds_until(replaced, most=60, since=killed)
+    assert (canary.status, canary.reason) == (200, "length")
+    assert sum(not answer.done for answer in answers) == lost
+    whole = [answer.done for answer in answers]
+    check(list(itertools.compress(answers, whole)), list(itertools.compress(expected, whole)))
+    for answer, right in zip(answers, expected, strict=True):
+        assert right.text.startswith(answer.text), "what was cut was right as far as it came"
+    return lost, seconds
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_a_front_that_dies_or_freezes_takes_nothing_but_its_own_streams(
+    tmp_path: Path, num_fronts: int, number: signal.Signals, repetitions: int | None
+) -> None:
+    """The engine goes on, with its cache; the streams of another front do not notice; the port answers at once."""
+    asked = bodies(120)
+    rows: list[tuple[object, ...]] = []
+    with serve(tmp_path / "log.txt", "--api-server-count", str(num_fronts), "--disable-access-log") as server:
+        seconds_until(lambda: len(front_pids(server)) == num_fronts, most=60)
+        expected = undisturbed(server, asked)
+        read(server, body_of(99, max_tokens=1, **PROMPT))
+        engine = engine_pid(server)
+        for turn in range(repetitions or 3):
+            lost, seconds = lose_front(server, asked, expected, number)
+            assert seconds["answer"] < 1.0
+            assert engine_pid(server) == engine and server.process.poll() is None
+            assert server.metric("vllm:prefix_cache_hits_total") > 0
+            rows += [] if rows else [("no.", "streams cut", *seconds)]
+            rows.append((turn, lost, *seconds.values()))
+    show(f"{number.name} to one of {num_fronts} fronts under {STREAMS} streams: seconds after it", rows)

@@ -2,20 +2,24 @@
 
 The program's arguments are the server's options as JSON, and modes: how each start of a front behaves, the last one
 for all later ones. "serve" answers each connection with the front's process id, "die" ends at once, "freeze" serves
-until its first connection and then hangs, "deaf" never serves, "stubborn" serves and does not stop when it is told to.
+until its first connection and then hangs, "deaf" never serves, "stubborn" serves and does not stop when it is told to,
+"parent" has a child of its own, which ends with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 
 from quire import logs
+from quire.child_process import start_module_here
 from quire.errors import QuireError
 from quire.server_config import ServerConfig
 from quire.supervisor.board import Board
@@ -24,17 +28,22 @@ from quire.supervisor.listen import listening
 from quire.supervisor.supervisor import Supervisor
 
 MODES = "QUIRE_TEST_MODES"
+PR_SET_CHILD_SUBREAPER = 36
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
 
 
 def main() -> int:
-    """Entry point of the front."""
+    """Entry point of the front, and of its child."""
+    if sys.argv[1:] == ["child"]:
+        time.sleep(600)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     mode = next_mode()
     if mode == "die":
         return 3
+    if mode == "parent":
+        start_module_here("tests.supervisor.fake_front", "child", stdin=subprocess.DEVNULL)
     channel = Channel(socket.socket(fileno=started["channel"]))
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     board = Board(started["board"], started["num_rows"])
@@ -80,6 +89,7 @@ def serve(fd: int, excess: str) -> None:
 def run(options: str) -> int:
     """Run a supervisor; its exit code."""
     logs.setup("info")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # as the first process of a container
     server = ServerConfig(**json.loads(options))
     try:
         with listening(server) as listener:

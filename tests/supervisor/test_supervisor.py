@@ -271,6 +271,17 @@ def test_nothing_is_left_of_a_supervisor_that_is_killed(start: Callable[..., Sup
     until(lambda: not any(psutil.pid_exists(front) for front in fronts))
 
 
+def test_orphans_are_reaped(start: Callable[..., Supervised]) -> None:
+    server = start("parent serve")
+    server.line()
+    [front] = server.fronts()
+    until(lambda: bool(psutil.Process(front).children()))
+    [child] = psutil.Process(front).children()
+    os.kill(front, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(child.pid))
+    assert server.get()[0] == 200
+
+
 def test_it_imports_nothing_of_others() -> None:
     program = (
         "import sys; import quire.cli.serve\n"

@@ -285,6 +285,16 @@ class Supervisor:
             if front.process.poll() is not None:
                 self._serve(front)  # its last messages
                 self._on_front_end(front)
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reap what ended children have left behind: in a container this process is the parent of all orphans."""
+        ours = {front.pid for front in self._fronts.values()} | {engine.process.pid for engine in self.engines}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in ours:
+                    break  # it has ended just now
+                os.waitpid(ended.si_pid, 0)
 
     def _on_front_end(self, front: Front) -> None:
         del self._fronts[front.row]
