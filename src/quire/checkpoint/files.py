@@ -20,7 +20,10 @@ from typing import Any, BinaryIO
 from quire.errors import ModelError, echo, kind_of
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
-MAX_VALUES = 2**22  # of one file: several times those of the largest vocabularies; as objects they take a gigabyte
+# Values of one file: as objects, four million of them would take a gigabyte.
+MAX_VALUES = 2**18
+MAX_NAMES = 2**20  # of tensors, eight for each of them
+MAX_TOKENS = 2**22  # of vocabularies: several times those of the largest
 
 
 def regular_file_size(path: Path) -> int:
@@ -49,16 +52,19 @@ def unreadable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path}: {error.strerror or error} (expected a readable file)")
 
 
-def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Parse a JSON file whose top level is an object; errors name line and column. {} for no file, if `optional`."""
+def read_json_object(path: Path, *, optional: bool = False, most: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse a JSON file whose top level is an object of at most `most` values; errors name line and column.
+
+    Returns {} for no file, if `optional`.
+    """
     if optional and not os.path.lexists(path):
         return {}
-    return parse_json_object(_read(path), path, "file")
+    return parse_json_object(_read(path), path, "file", most)
 
 
 def read_json_list(path: Path) -> list[Any]:
     """Parse a JSON file whose top level is a list."""
-    return _parse(_read(path), path, "file", list)
+    return _parse(_read(path), path, "file", list, MAX_VALUES)
 
 
 def read_text(path: Path, most: int) -> str:
@@ -80,12 +86,15 @@ def _read(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
         raise ModelError(f"{path}: not enough memory to read its {size} bytes") from None
 
 
-def parse_json_object(data: bytes, path: Path, part: str) -> dict[str, Any]:
-    """Parse `data`, which is the `part` (for messages) of the file at `path`, as a JSON object without double keys."""
-    return _parse(data, path, part, dict)
+def parse_json_object(data: bytes, path: Path, part: str, most: int = MAX_VALUES) -> dict[str, Any]:
+    """Parse `data`, which is the `part` (for messages) of the file at `path`, as a JSON object without double keys.
+
+    It may have `most` values.
+    """
+    return _parse(data, path, part, dict, most)
 
 
-def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
+def _parse(data: bytes, path: Path, part: str, kind: type[Any], most: int) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -93,8 +102,8 @@ def _parse(data: bytes, path: Path, part: str, kind: type[Any]) -> Any:
             raise ModelError(f"{path}: {part} names {echo(double)} twice (expected each name once)")
         return found
 
-    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
-        raise ModelError(f"{path}: {part} holds too many values (expected at most {MAX_VALUES})")
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > most:
+        raise ModelError(f"{path}: {part} holds too many values (expected at most {most})")
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.files import parse_json_object, replacing
+from quire.checkpoint.files import MAX_NAMES, parse_json_object, replacing
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.mapped import MappedFile
 from quire.errors import ModelError
@@ -69,7 +69,7 @@ class PackedFile:
         length = int.from_bytes(data[8:16].tobytes(), "little")
         if data[:8].tobytes() != MAGIC or length > min(MAX_HEADER_BYTES, self._file.size - 16):
             raise ModelError(f"{path}: is no file of packed weights, or is truncated")
-        self.header = parse_json_object(data[16 : 16 + length].tobytes(), path, "header")
+        self.header = parse_json_object(data[16 : 16 + length].tobytes(), path, "header", MAX_NAMES)
         self._start = -(-(16 + length) // ALIGNMENT) * ALIGNMENT
         records = self.header.pop("records", None)
         if not isinstance(records, list):

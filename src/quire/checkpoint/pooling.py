@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.files import ConfigFields, read_json_list, read_json_object
+from quire.checkpoint.files import MAX_TOKENS, ConfigFields, read_json_list, read_json_object
 from quire.checkpoint.hf_config import ModelInfo
 from quire.checkpoint.pooling_spec import LogitScore, PoolingDense, PoolingSpec
 from quire.errors import ConfigError, ModelError, echo
@@ -253,7 +253,7 @@ def _token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token, from the tokenizer's files."""
     path = folder / "tokenizer.json"
     if os.path.lexists(path):
-        content = read_json_object(path)
+        content = read_json_object(path, most=MAX_TOKENS)
         added = content.get("added_tokens") or []
         model = content.get("model")
         vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -262,7 +262,7 @@ def _token_id(folder: Path, text: str) -> int | None:
                 return int(item["id"])
     else:
         path = folder / "vocab.json"
-        vocab = read_json_object(path, optional=True)
+        vocab = read_json_object(path, optional=True, most=MAX_TOKENS)
     if isinstance(vocab, list):  # of unigram models: pairs of a text and its log-probability
         places = [index for index, item in enumerate(vocab) if isinstance(item, list) and item and item[0] == text]
         return places[0] if places else None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.files import parse_json_object, read_json_object
+from quire.checkpoint.files import MAX_NAMES, parse_json_object, read_json_object
 from quire.checkpoint.mapped import MappedFile
 from quire.checkpoint.tensor import HostTensor
 from quire.checkpoint.weights import Checkpoint, StoredTensor
@@ -69,7 +69,9 @@ class SafetensorsFile:
         self._file = MappedFile(path, 8, eager=eager)
         size = self._file.size
         self._data_start = 8 + _header_length(path, self._file.bytes, size)
-        header = parse_json_object(self._file.bytes[8 : self._data_start].tobytes(), path, "safetensors header")
+        header = parse_json_object(
+            self._file.bytes[8 : self._data_start].tobytes(), path, "safetensors header", MAX_NAMES
+        )
         header.pop("__metadata__", None)
         self.entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
         _check_layout(path, self.entries, size - self._data_start, size)
@@ -99,21 +101,24 @@ def _header_length(path: Path, data: np.ndarray, size: int) -> int:
 
 def _check_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     """Verify the fields of one header entry, each by itself."""
-    where = f"{path}: tensor {echo(name)}"
+
+    def error(problem: str) -> ModelError:
+        return ModelError(f"{path}: tensor {echo(name)}: {problem}")
+
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise ModelError(f"{where}: bad header entry {echo(entry)} (expected dtype, shape and data_offsets)")
+        raise error(f"bad header entry {echo(entry)} (expected dtype, shape and data_offsets)")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ModelError(f"{where}: unknown dtype {echo(dtype)} (expected one of {', '.join(DTYPES)})")
+        raise error(f"unknown dtype {echo(dtype)} (expected one of {', '.join(DTYPES)})")
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        raise ModelError(f"{where}: bad shape {echo(shape)} (expected a list of sizes)")
+        raise error(f"bad shape {echo(shape)} (expected a list of sizes)")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise ModelError(f"{where}: bad data_offsets {echo(offsets)} (expected [begin, end] with 0 <= begin <= end)")
+        raise error(f"bad data_offsets {echo(offsets)} (expected [begin, end] with 0 <= begin <= end)")
     begin, end = offsets
     expected = math.prod(shape) * np.dtype(DTYPES[dtype][0]).itemsize
     if end - begin != expected:
-        raise ModelError(
-            f"{where}: data_offsets [{echo(begin)}, {echo(end)}] do not fit shape {echo(shape)} of {dtype} "
+        raise error(
+            f"data_offsets [{echo(begin)}, {echo(end)}] do not fit shape {echo(shape)} of {dtype} "
             f"(expected {echo(expected)} bytes, got {echo(end - begin)})"
         )
     return TensorEntry(dtype, tuple(shape), begin, end)
@@ -125,18 +130,19 @@ def _is_count(value: Any) -> bool:
 
 def _check_layout(path: Path, entries: dict[str, TensorEntry], data_size: int, file_size: int) -> None:
     """Verify that the tensors lie one after the other and fill the data part exactly."""
-    position, previous = 0, "the header"
+    position, before = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             kind = "overlaps" if entry.begin < position else "leaves a hole after"
+            previous = f"tensor {echo(before)}" if before else "the header"
             raise ModelError(
                 f"{path}: tensor {echo(name)}: data_offsets [{entry.begin}, {entry.end}] {kind} {previous} "
                 f"(expected begin {position}, got {entry.begin})"
             )
-        position, previous = entry.end, f"tensor {echo(name)}"
+        position, before = entry.end, name
     if position != data_size:
         what = "is truncated" if position > data_size else "has bytes that belong to no tensor"
-        last = f"; {previous} ends there" if position > data_size else ""
+        last = f"; tensor {echo(before)} ends there" if position > data_size else ""
         raise ModelError(
             f"{path}: file {what} (expected {file_size - data_size + position} bytes{last}, got {file_size})"
         )
@@ -144,7 +150,7 @@ def _check_layout(path: Path, entries: dict[str, TensorEntry], data_size: int, f
 
 def read_index(path: Path) -> dict[str, str]:
     """Return the file name of each tensor as an index of shards says; raises `ModelError`."""
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = read_json_object(path, most=MAX_NAMES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: weight_map is missing or empty (expected tensor names and their files)")
     for shard in weight_map.values():

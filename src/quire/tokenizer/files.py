@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.files import MAX_JSON_BYTES, check_size, read_json_object, read_text
+from quire.checkpoint.files import MAX_JSON_BYTES, MAX_TOKENS, check_size, read_json_object, read_text
 from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError
 from quire.tokenizer.gguf import MAX_TEMPLATE_BYTES, build, read_gguf_tokenizer
@@ -101,7 +101,7 @@ def _special_tokens(special_map: dict[str, Any], config: dict[str, Any]) -> dict
 
 def _byte_level_bpe(folder: Path, config: dict[str, Any], special: dict[str, str]) -> tokenizers.Tokenizer:
     """Build what GPT-2 and OPT use from their vocabulary and merges (Radford et al. 2019, section 2.2)."""
-    vocab = read_json_object(folder / VOCAB_FILE)
+    vocab = read_json_object(folder / VOCAB_FILE, most=MAX_TOKENS)
     merges_path = folder / MERGES_FILE
     merges = []
     for number, line in enumerate(read_text(merges_path, 2**28).split("\n"), 1):
