@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 from quire import logs
 from quire.config import SERVER_GROUPS, EngineConfig
-from quire.engine.shares import SharingModel, share_memory
 from quire.errors import ConfigError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
@@ -115,6 +114,8 @@ def _entries(given: list[dict[str, Any]] | None, supervisor: SupervisorClient) -
 
 def shared_out(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
     """Return the entries with their shares of the memory. Raises `ConfigError` if they do not fit into it."""
+    from quire.engine.shares import SharingModel, share_memory  # heavy, and only for several models
+
     models = [SharingModel(entry.names[0], entry.config, entry.pinned) for entry in entries]
     most = entries[0].config.server.max_loaded_models or len(entries)
     return [

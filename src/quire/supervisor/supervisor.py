@@ -117,6 +117,7 @@ class Supervisor:
     # ---- the loop ----
 
     def _step(self) -> None:
+        self._check_fronts()
         self._listen(len(self._waiting) < MAX_WAITING)
         self._watch_channels()
         seconds = WAITING_POLL_SECONDS if len(self._waiting) else POLL_SECONDS
@@ -128,7 +129,6 @@ class Supervisor:
             else:
                 self._serve(key.data)
         self._reap()
-        self._check_fronts()
         self.engines.check()
         self._hand_over()
         for connection in self._waiting.poll(self._status()):
