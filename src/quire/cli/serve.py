@@ -5,10 +5,12 @@ The file of `--models`, a list of models with options of their own, is read and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +37,16 @@ def run(values: dict[str, Any]) -> int:
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
     logs.setup(config.server.log_level, config.server.log_format)
-    started = {
-        "options": config.to_kwargs(),
-        "entries": None if entries is None else [entry.to_kwargs() for entry in entries],
-    }
-    with listening(config.server) as listener:
+    with contextlib.ExitStack() as stack:
+        if config.server.api_server_count > 1 and config.server.data_dir is None:
+            # Only in a file can they share stored responses.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True))
+            config = config.replace(data_dir=folder)
+        listener = stack.enter_context(listening(config.server))
+        started = {
+            "options": config.to_kwargs(),
+            "entries": None if entries is None else [entry.to_kwargs() for entry in entries],
+        }
         supervisor = Supervisor(config.server, started, listener)
         if entries is None and config.server.engine == "process" and config.server.api_key_file is None:
             # It loads its model while the front still imports what a server needs.

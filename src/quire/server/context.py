@@ -81,14 +81,18 @@ class ServerContext:
 
     @contextmanager
     def open_request(self, scope: Scope) -> Iterator[None]:
-        """Count a request as running while the block runs, then release the models it has used."""
-        self._count_open(1)
+        """Count a request as running while the block runs, then release the models it has used.
+
+        One that another front has forwarded counts there.
+        """
+        count = 0 if scope["state"].get("relayed") else 1
+        self._count_open(count)
         try:
             yield
         finally:
             for model in scope["state"].pop("models", ()):
                 self.models.release(model)
-            self._count_open(-1)
+            self._count_open(-count)
 
     def _count_open(self, change: int) -> None:
         self._num_open += change

@@ -60,7 +60,8 @@ class Gate:
             if not exchange.status:
                 await ErrorResponse(problem)(scope, receive, exchange.send)
         finally:
-            self._record(scope, exchange)
+            if not exchange.relayed:
+                self._record(scope, exchange)
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         context = self._context
@@ -68,7 +69,9 @@ class Gate:
         method, path = scope["method"], route_path(scope)
         digest = context.keys_for(method, path).check(method, path, scope["headers"])
         scope["state"]["key_digest"] = digest
-        quota = scope["state"]["quota"] = exchange.quota = context.keys.quota(digest)
+        if not exchange.relayed:
+            exchange.quota = context.keys.quota(digest)
+        quota = scope["state"]["quota"] = exchange.quota
         set_deadline(scope, context.config.server.request_timeout)
         if path in ALWAYS_SERVED:
             await self._app(scope, receive, exchange.send)
@@ -105,7 +108,12 @@ class Gate:
 
 
 class _Exchange:
-    """One request and its response: request id, status once there is one, quota of its key if it has limits."""
+    """One request and its response.
+
+    Attributes:
+        request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits.
+        relayed: whether another front has forwarded it, which limits and records it.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.started = time.perf_counter()
@@ -116,6 +124,7 @@ class _Exchange:
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
         self.request_id = given[0].decode() if valid else str(uuid.uuid4())
         scope.setdefault("state", {})["request_id"] = self.request_id
+        self.relayed = bool(scope["state"].get("relayed"))
         self._send = send
 
     async def send(self, message: Message) -> None:

@@ -356,6 +356,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.refuse(self._excess)
             return
         self._body = self.scope["state"]["received_body"] = ReceivedBody(self)
+        self.scope["state"]["relayed"] = self._admission.relayed
         super().on_headers_complete()
         if self._excess is not None:
             self.cycle.keep_alive = False

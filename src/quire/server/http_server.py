@@ -68,7 +68,7 @@ class HttpServer(uvicorn.Server):
                 release=lambda admission: on_close(),
             )
 
-        tls = self.config.ssl
+        tls = None if admission.relayed else self.config.ssl
         try:
             await loop.connect_accepted_socket(
                 make_protocol, connection, ssl=tls, ssl_handshake_timeout=None if tls is None else HEAD_SECONDS

@@ -20,6 +20,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import FinishedRequest
+from quire.server.fronts import Fronts
 from quire.step import STATS_COUNTERS, SchedulerStats
 
 REJECTIONS = ("queue_full", "rate_limit", "shutting_down", "loading")
@@ -73,9 +74,14 @@ LENGTH_HISTOGRAMS: Mapping[str, tuple[str, str]] = {
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a registry of its own.
 
-    def __init__(self) -> None:
+    Args:
+        fronts: this process and the others that serve the same address; by default there are none.
+    """
+
+    def __init__(self, fronts: Fronts | None = None) -> None:
+        self._fronts = fronts or Fronts()
         self.registry = CollectorRegistry()
         self._models: dict[str, ModelMetrics] = {}
         self._rejected = Counter("quire:rejected", "Rejected requests, by reason.", ("reason",), registry=self.registry)
@@ -150,6 +156,11 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics of models, each metric once with the samples of all models."""
+        counts = self._fronts.published.get("supervisor", {})
+        text = "Processes that serve HTTP."
+        yield GaugeMetricFamily("quire:fronts_serving", text, counts.get("fronts_serving", 1))
+        text = "Processes that served HTTP and were replaced."
+        yield CounterMetricFamily("quire:front_restarts", text, counts.get("front_restarts", 0))
         found: dict[str, Metric] = {}
         for model in self._models.values():
             for metric in model.collect():
@@ -157,7 +168,7 @@ class Metrics:
                     found[metric.name].samples += metric.samples
                 else:
                     found[metric.name] = metric
-        return found.values()
+        yield from found.values()
 
 
 class ModelMetrics:

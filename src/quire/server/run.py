@@ -152,7 +152,7 @@ class _Front:
         self.supervisor = supervisor
         self.running = running
         self.url = url
-        self.metrics = Metrics()
+        self.metrics = Metrics(supervisor)
         pool = create_pool(entries, config.server, make_llm, self.metrics, supervisor)
         app = build_app(pool, config, self.metrics, supervisor)
         self.context: ServerContext = app.state.context

@@ -245,7 +245,7 @@ class SupervisorClient(Fronts):
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
             case "relay":
-                self.on_connection(fds[0], None, Admission(""))
+                self.on_connection(fds[0], None, Admission("", relayed=True))
             case "fronts":
                 self._note_rows(message["rows"])
             case "exited":

@@ -24,12 +24,13 @@ class Admission:
 
     Attributes:
         address: what it was counted by. excess: why it is one too many, or "". may_probe: whether it may send a request
-            to a probe all the same.
+            to a probe all the same. relayed: another front forwards a request over it, and has counted the client's.
     """
 
     address: str
     excess: str = ""
     may_probe: bool = True
+    relayed: bool = False
 
 
 class ConnectionCounter:

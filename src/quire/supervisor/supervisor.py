@@ -87,6 +87,7 @@ class Supervisor:
         self._listening = False
         self._num_accepted = 0
         self._num_failed_starts = 0
+        self._num_replaced = 0
         self._was_ready = False
         self._num_signals = 0
         self._kill_at: float | None = None
@@ -314,6 +315,7 @@ class Supervisor:
             if stacks:
                 logger.error("front %d was here:\n%s", front.pid, stacks)
             self._start_at[front.row] = 0.0
+            self._num_replaced += 1
             if not front.ready:
                 self._note_failed_start(front.row, how)
         front.close()
@@ -367,10 +369,14 @@ class Supervisor:
                 self._counter.remove(admission)
 
     def _on_publish(self, front: Front, message: Message) -> None:
-        self._published[message["key"]] = message["value"]
-        for other in self._fronts.values():
-            if other is not front:
-                other.channel.send({"type": "published", "key": message["key"], "value": message["value"]})
+        self._publish(message["key"], message["value"], front)
+
+    def _publish(self, key: str, value: Any, publisher: Front | None = None) -> None:
+        """Give all fronts, also later ones, a value; the publisher has it."""
+        self._published[key] = value
+        for front in self._fronts.values():
+            if front is not publisher:
+                front.channel.send({"type": "published", "key": key, "value": value})
 
     def _forward(self, front: Front, message: Message, fds: list[int]) -> None:
         """Pass a message on to the front of the row `to`; say so if there is none that reacts."""
@@ -388,6 +394,7 @@ class Supervisor:
         rows = [front.row for front in self._serving]
         for front in self._fronts.values():
             front.channel.send({"type": "fronts", "rows": rows})
+        self._publish("supervisor", {"fronts_serving": len(rows), "front_restarts": self._num_replaced})
 
     def _on_engine(self, front: Front, message: Message) -> None:
         reply: Message = {"type": "result", "call": message["call"]}

@@ -15,10 +15,11 @@ from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.dialects import respond
-from quire.server.errors import HTTPProblem
+from quire.server.fronts import FrontGoneError
 from quire.server.json_io import json_response
 from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
 from quire.server.protocol import ChatCompletionRequest, body_schema
+from quire.server.relay import forward
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
 from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
@@ -137,19 +138,21 @@ async def _conversation(
     return earlier, items, messages
 
 
-async def _here(request: Request, response_id: str) -> StoredResponse:
-    """Return a response that can be cancelled, followed and deleted by this process.
+async def _find(request: Request, response_id: str) -> StoredResponse | Response:
+    """Return a response that this front has, or the answer of the front that runs it.
 
-    Where processes pass requests on to each other, this is where to: `RemoteResponse.slot` says to which one.
+    Raises:
+        NotFoundError: there is none. StorageError: it cannot be read now. FrontGoneError: the front hangs that runs it.
     """
-    found = await _store(request).find(_owner(request), response_id)
+    store, owner = _store(request), _owner(request)
+    found = await store.find(owner, response_id)
     if isinstance(found, RemoteResponse):
-        raise HTTPProblem(
-            409,
-            "another process of this server runs this response; until it has ended it can only be looked at",
-            code="response_runs_elsewhere",
-            param="response_id",
-        )
+        try:
+            return await forward(request, found.slot)
+        except FrontGoneError:
+            found = await store.find(owner, response_id)  # if that front is gone, the response has failed
+            if isinstance(found, RemoteResponse):
+                raise
     return found
 
 
@@ -181,10 +184,11 @@ async def get_response(request: Request, response_id: str) -> Response:
     for name in ("starting_after", "include_obfuscation"):
         if name in query and not stream:
             raise RequestError(f"{name} needs stream to be true", param=name)
+    stored = await _find(request, response_id)
+    if isinstance(stored, Response):
+        return stored
     if not stream:
-        found = await _store(request).find(_owner(request), response_id)
-        return json_response(found.resource())
-    stored = await _here(request, response_id)
+        return json_response(stored.resource())
     if stored.events is None:
         raise RequestError(
             "stream: only the events of responses made with background and stream are kept", param="stream"
@@ -197,7 +201,10 @@ async def get_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     read_query(request, {})
-    await _store(request).delete(await _here(request, response_id))
+    stored = await _find(request, response_id)
+    if isinstance(stored, Response):
+        return stored
+    await _store(request).delete(stored)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -205,7 +212,9 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response, and return it as far as it has come."""
     read_query(request, {})
-    stored = await _here(request, response_id)
+    stored = await _find(request, response_id)
+    if isinstance(stored, Response):
+        return stored
     if not stored.response["background"]:
         raise RequestError("only responses made with background can be cancelled", param="response_id")
     if not stored.finished:

@@ -6,7 +6,7 @@ here as well. Without room the oldest response of the key that stores the most i
 others'.
 
 With a folder, several processes may have one store. Each reads what the others have stored. What another process runs
-is found as a `RemoteResponse`, which says where: to cancel it, or to follow it, is up to that process.
+is found as a `RemoteResponse`, which says where: that process knows how far it has come, and can cancel it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""What one front has is had from every front: running responses, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.fronts import client_of, fronts_of, wait_for_fronts
+from tests.helpers.server import Server, serve
+
+PATH = "/v1/responses"
+KEYS = """
+- {key: alice-key, name: alice, requests_per_minute: 1000}
+- {key: bob-key, name: bob}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two fronts, and no --data-dir."""
+    folder = tmp_path_factory.mktemp("relay")
+    (folder / "keys").write_text(KEYS)
+    options = ("--api-server-count", "2", "--api-key-file", str(folder / "keys"), "--front-stall-timeout", "2")
+    with serve(folder / "log", *options) as server:
+        server.key = "alice-key"
+        wait_for_fronts(server, 2)
+        yield server
+
+
+@pytest.fixture
+def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """A client of each front."""
+    one, two = wait_for_fronts(server, 2)
+    with client_of(server, one) as first, client_of(server, two) as second:
+        yield first, second
+
+
+def begin(client: httpx.Client, max_tokens: int = 700, **fields: Any) -> str:
+    """Begin a response in the background; return its id."""
+    body = {"model": "quire-demo", "input": "The king", "max_output_tokens": max_tokens, "ignore_eos": True, **fields}
+    answer = client.post(PATH, json={**body, "background": True})
+    assert answer.status_code == 200, answer.text
+    if fields.get("stream"):
+        return str(next(events(answer.text))["response"]["id"])
+    return str(answer.json()["id"])
+
+
+def begin_stream(client: httpx.Client, max_tokens: int) -> str:
+    """Begin a streamed response in the background, read its first event, and go away; return its id."""
+    body = {"model": "quire-demo", "input": "The king", "max_output_tokens": max_tokens, "ignore_eos": True}
+    with client.stream("POST", PATH, json={**body, "background": True, "stream": True}) as answer:
+        first = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    return str(json.loads(first[6:])["response"]["id"])
+
+
+def events(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream."""
+    return (json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: "))
+
+
+def logged(server: Server, text: str) -> str:
+    """Return the log once it has a text."""
+    deadline = time.monotonic() + 10
+    while text not in (found := server.log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_a_running_response_is_seen_and_cancelled_from_any_front(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    found = begin(one)
+    deadline = time.monotonic() + 10
+    while not two.get(f"{PATH}/{found}").json()["output"]:
+        assert time.monotonic() < deadline
+    answer = two.post(f"{PATH}/{found}/cancel")
+    assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+    assert one.get(f"{PATH}/{found}").json() == two.get(f"{PATH}/{found}").json() == answer.json()
+
+
+def test_a_stream_is_followed_from_any_front(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    found = begin_stream(one, 300)
+    times = []
+    with two.stream("GET", f"{PATH}/{found}", params={"stream": "true", "starting_after": 1}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        made = []
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                made.append(json.loads(line[6:]))
+                times.append(time.monotonic())
+    assert [event["sequence_number"] for event in made] == list(range(2, 2 + len(made)))
+    assert made[-1]["type"] == "response.incomplete"
+    assert times[-1] - times[0] > 0.05  # as they came, not all at the end
+    again = one.get(f"{PATH}/{found}", params={"stream": "true", "starting_after": 1})
+    assert list(events(again.text)) == made
+
+
+def test_deleting_aborts_what_another_front_runs(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    found = begin(one)
+    assert two.delete(f"{PATH}/{found}").json()["deleted"] is True
+    assert one.get(f"{PATH}/{found}").status_code == two.get(f"{PATH}/{found}").status_code == 404
+
+
+def test_what_one_front_has_made_is_continued_at_another(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    body = {"model": "quire-demo", "input": "The king", "max_output_tokens": 8}
+    made = one.post(PATH, json=body).json()
+    more = two.post(PATH, json={**body, "previous_response_id": made["id"]})
+    assert more.status_code == 200
+    assert more.json()["usage"]["input_tokens"] > made["usage"]["input_tokens"]
+
+
+def test_other_keys_see_nothing(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    found = begin(one)
+    for method, rest in (("GET", ""), ("GET", "?stream=true"), ("DELETE", ""), ("POST", "/cancel")):
+        answer = two.request(method, f"{PATH}/{found}{rest}", headers={"Authorization": "Bearer bob-key"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+    assert two.post(f"{PATH}/{found}/cancel").status_code == 200
+
+
+def test_a_forwarded_request_is_counted_and_logged_once(
+    server: Server, clients: tuple[httpx.Client, httpx.Client]
+) -> None:
+    one, two = clients
+    found = begin(one)
+    answer = two.get(f"{PATH}/{found}", headers={"X-Request-Id": "only-once"})
+    assert answer.headers["x-request-id"] == "only-once"
+    assert int(answer.headers["x-ratelimit-limit-requests"]) == 1000
+    for name in ("date", "content-length", "x-request-id", "x-ratelimit-limit-requests"):
+        assert len(answer.headers.get_list(name)) == 1
+    two.post(f"{PATH}/{found}/cancel")
+    one.get("/v1/models", headers={"X-Request-Id": "last-one"})
+    assert logged(server, "last-one").count("only-once") == 1
+
+
+def test_clients_cannot_pass_for_fronts(server: Server, clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, _ = clients
+    for name in ("relayed", "x-relayed", "x-quire-relayed"):
+        answer = one.get("/v1/models", headers={name: "1", "X-Request-Id": f"not-{name}"})
+        assert "x-ratelimit-limit-requests" in answer.headers
+        logged(server, f"not-{name}")
+
+
+def test_a_front_that_dies_ends_what_is_followed_from_another(server: Server) -> None:
+    one, two = wait_for_fronts(server, 2)
+    with client_of(server, one) as first, client_of(server, two) as second:
+        found = begin_stream(first, 700)
+        with second.stream("GET", f"{PATH}/{found}", params={"stream": "true"}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(one, signal.SIGKILL)
+            began = time.monotonic()
+            last = [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]
+        assert last["error"]["code"] == "engine_unavailable"
+        assert time.monotonic() - began < 1.0
+        answered = second.get(f"{PATH}/{found}").json()
+        assert (answered["status"], answered["error"]["code"]) == ("failed", "server_error")
+    wait_for_fronts(server, 2)
+
+
+def test_a_frozen_front_is_an_error_in_time_and_then_a_failed_response(server: Server) -> None:
+    one, two = wait_for_fronts(server, 2)
+    with client_of(server, one) as first, client_of(server, two) as second:
+        found = begin(first)
+        os.kill(one, signal.SIGSTOP)
+        began = time.monotonic()
+        while (answer := second.get(f"{PATH}/{found}")).status_code == 503:
+            assert answer.json()["error"]["code"] == "engine_unavailable"
+            assert "retry-after" in answer.headers
+            assert time.monotonic() - began < 10
+        assert answer.json()["status"] == "failed"
+    wait_for_fronts(server, 2)
+
+
+def test_stored_responses_outlive_fronts_but_not_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serve(tmp_path / "log", "--api-server-count", "2") as server:
+        before = wait_for_fronts(server, 2)
+        [folder] = tmp_path.glob("quire-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        body = {"model": "quire-demo", "input": "The king", "max_output_tokens": 4}
+        made = server.post(PATH, body)[1]
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        while set(fronts_of(server)) & set(before):
+            time.sleep(0.01)
+        wait_for_fronts(server, 2)
+        assert json.loads(server.get(f"{PATH}/{made['id']}")[1])["output"] == made["output"]
+    assert not folder.exists()
