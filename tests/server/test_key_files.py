@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -159,12 +160,16 @@ def test_reading_again_adds_and_removes_keys_and_keeps_them_where_the_file_is_br
     digest = hashlib.sha256(b"abc").digest()
     quota = keys.quota(digest)
     assert quota is not None
-    with quota.running():
-        write(tmp_path, "- key: abc\n  requests_per_minute: 7\n- new")
-        keys.reload()
-        again = keys.quota(digest)
-        assert again is quota, "what was used stays used"
-        assert (again.key.requests_per_minute, again.num_running) == (7, 1)
+
+    async def read_again() -> dict[bytes, bytes]:
+        async with quota.running():
+            write(tmp_path, "- key: abc\n  requests_per_minute: 7\n- new")
+            keys.reload()
+            return dict(await quota.headers())
+
+    headers = asyncio.run(read_again())
+    assert headers[b"x-ratelimit-limit-requests"] == b"7", "requests that run get the new limits, too"
+    assert headers[b"x-ratelimit-remaining-requests"] == b"6", "what was used stays used"
     assert allowed(keys, "new") and allowed(keys, "given")
     for broken in ("", "- {", "{}", "- 2024-99-99", "- given"):
         write(tmp_path, broken)

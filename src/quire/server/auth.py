@@ -13,8 +13,7 @@ import logging
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -22,7 +21,7 @@ import yaml
 from quire.config import EngineConfig
 from quire.errors import ConfigError, echo
 from quire.server.errors import HTTPProblem
-from quire.server.limits import ApiKey, Quota
+from quire.server.limits import ApiKey, Quota, QuotaOwner
 from quire.server.paths import is_open
 
 logger = logging.getLogger(__name__)
@@ -42,16 +41,14 @@ class ApiKeys:
     """The configured keys; without keys, every request is accepted.
 
     Args:
-        keys: without limits. file: with more keys, which may have limits. clock: monotonic seconds, for limits.
+        keys: without limits. file: with more keys, which may have limits. owner: of their quotas.
 
     Raises:
         ConfigError: an unusable key, or file.
     """
 
-    def __init__(
-        self, keys: Iterable[str], file: str | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
+    def __init__(self, keys: Iterable[str], file: str | None = None, owner: QuotaOwner | None = None) -> None:
+        self._owner = owner or QuotaOwner()
         self._file = file
         self._from_options: dict[bytes, ApiKey] = {}
         for number, key in enumerate(keys):
@@ -95,13 +92,12 @@ class ApiKeys:
         return {**self._from_options, **found}
 
     def _replace(self, keys: dict[bytes, ApiKey]) -> None:
-        """Replace the keys; used quota is kept."""
+        """Replace the keys; requests that run already get the new limits, too."""
         quotas = {}
         for digest, key in keys.items():
-            quota = self._quotas.get(digest)
-            if quota is not None:
-                quota.change(key)
-            quotas[digest] = quota or Quota(key, self._clock)
+            quota = self._quotas.get(digest) or Quota(digest.hex(), key, self._owner)
+            quota.key = key
+            quotas[digest] = quota
         self._keys, self._quotas = keys, quotas
 
     def check(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:

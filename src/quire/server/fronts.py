@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire.errors import QuireError
+from quire.server.limits import QuotaOwner
 
 
 class FrontGoneError(QuireError):
@@ -27,6 +28,7 @@ class Fronts:
     Attributes:
         row: this front's number. rows: those of all fronts that serve, the one that has served for longest first; empty
             until this one serves, too.
+        quotas: the owner of the quotas of keys.
         handlers: by method, what answers other fronts: called with a JSON-like value, returns one.
         published: values by key, as all fronts have published them so far.
         on_change: each is called when `rows` has changed. on_published: each is called with the key of a value that
@@ -36,6 +38,7 @@ class Fronts:
     def __init__(self, row: int = 0) -> None:
         self.row = row
         self.rows = [row]
+        self.quotas = QuotaOwner()
         self.handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         self.published: dict[str, Any] = {}
         self.on_change: list[Callable[[], None]] = []

@@ -89,8 +89,9 @@ class Gate:
             with context.open_request(scope):
                 await self._app(scope, receive, exchange.send)
         else:
-            with quota.running() as scope["state"]["slot"], context.open_request(scope):
-                await self._app(scope, receive, exchange.send)
+            async with quota.running() as scope["state"]["slot"]:
+                with context.open_request(scope):
+                    await self._app(scope, receive, exchange.send)
 
     def _record(self, scope: Scope, exchange: _Exchange) -> None:
         """Count, log and trace a finished request."""
@@ -136,7 +137,7 @@ class _Exchange:
                 milliseconds = 1000 * (time.perf_counter() - self.started)
                 message["headers"].append((b"openai-processing-ms", b"%.3f" % milliseconds))
             if self.quota is not None:
-                message["headers"] += self.quota.headers()
+                message["headers"] += await self.quota.headers()
         await self._send(message)
 
 

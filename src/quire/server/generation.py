@@ -202,7 +202,7 @@ class Generation(EngineJob, ABC):
             num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
             longest = min(params.max_tokens or llm.max_model_len, llm.max_model_len)
             num_tokens = num_prompt_tokens + len(prompts) * num_sequences(params) * longest
-            self.limit(num_prompt_tokens, num_tokens, self.body.timeout)
+            await self.limit(num_prompt_tokens, num_tokens, self.body.timeout)
             if self.deadline is not None:
                 self._alarm = asyncio.get_running_loop().call_later(self.deadline.left, self._expire)
             options = self.engine_options(self.body.cache_salt)

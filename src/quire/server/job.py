@@ -13,7 +13,7 @@ from quire.frontend.prompts import Params, Prompt
 from quire.server.access_log import log_prompt
 from quire.server.context import ModelContext
 from quire.server.errors import shutting_down
-from quire.server.limits import Deadline, Quota, RateLimitError, deadline_of
+from quire.server.limits import Deadline, Held, Quota, RateLimitError, deadline_of
 from quire.server.protocol import EngineBody
 from quire.server.timeline import RequestRecord
 
@@ -41,8 +41,7 @@ class EngineJob:
         self.streams: list[RequestStream] = []
         self.deadline: Deadline | None = None
         self._record: RequestRecord | None = None
-        self._quota: Quota | None = None
-        self._reserved = 0
+        self._reserved: Held | None = None
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
             raise UnsupportedError(
@@ -70,7 +69,7 @@ class EngineJob:
         context.server.jobs.add(self)
         context.server.records.begin(self._record)
 
-    def limit(self, num_prompt_tokens: int, num_tokens: int, timeout: float | None = None) -> None:
+    async def limit(self, num_prompt_tokens: int, num_tokens: int, seconds: float | None = None) -> None:
         """Set the deadline, and reserve `num_tokens` of the key's quota, `num_prompt_tokens` of them for prompts.
 
         Raises:
@@ -80,10 +79,10 @@ class EngineJob:
         key = context.server.keys.get(context.key_digest)
         if key is not None and key.min_priority is not None:
             check_int("priority", self.body.priority, key.min_priority, INT64_MAX)
-        self.deadline = deadline_of(context.state, context.config.server.request_timeout, timeout)
-        self._quota = context.state.get("quota")
-        if self._quota is not None:
-            self._reserved = self._quota.reserve(num_prompt_tokens, num_tokens)
+        self.deadline = deadline_of(context.state, context.config.server.request_timeout, seconds)
+        quota: Quota | None = context.state.get("quota")
+        if quota is not None:
+            self._reserved = await quota.reserve(num_prompt_tokens, num_tokens)
 
     def engine_options(self, cache_salt: str | None = None) -> dict[str, Any]:
         """Return the arguments of a submission that follow from the body and the key."""
@@ -119,16 +118,15 @@ class EngineJob:
         self.context.llm.abort_now([stream.request_id for stream in self.streams if not stream.finished])
 
     def close(self) -> None:
-        """Abort what is unfinished, refund the quota, and finish the record. Later calls do nothing."""
+        """Abort what is unfinished, charge the quota what was used, and finish the record. Later calls do nothing."""
         server = self.context.server
         server.jobs.discard(self)
         self.abort()
         if self._record is not None:
             server.records.end(self._record)
-        if self._quota is not None:
-            quota, self._quota = self._quota, None
-            used = sum([len(stream.prompt_token_ids) + stream.num_generated_tokens for stream in self.streams])
-            quota.refund(self._reserved, used)
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            reserved.end(sum([len(stream.prompt_token_ids) + stream.num_generated_tokens for stream in self.streams]))
 
 
 def estimate_tokens(prompt: Prompt) -> int:

@@ -1,13 +1,17 @@
-"""Limits of one caller: rates and concurrency of an API key, and the deadline of a request. Clocks are monotonic."""
+"""Limits of one caller: rates and concurrency of an API key, and the deadline of a request. Clocks are monotonic.
+
+What is used of a key's limits is counted by a `QuotaOwner`, for all fronts in the supervisor.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +19,13 @@ from starlette.types import Scope
 
 from quire.checks import wrong_value
 from quire.server.errors import HTTPProblem, retry_headers
+from quire.supervisor.quotas import LIMITS, Answer, Limits, Quotas
 
 TIMEOUT_HEADER = b"x-request-timeout"
 MAX_SECONDS = 604800.0
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 Headers = list[tuple[bytes, bytes]]
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +46,14 @@ class ApiKey:
     min_priority: int | None = None
 
     @property
+    def limits(self) -> Limits:
+        """What must be counted, in the order of `quotas.LIMITS`."""
+        return (self.max_concurrency, self.requests_per_minute, self.tokens_per_minute)
+
+    @property
     def limited(self) -> bool:
         """Whether anything must be counted."""
-        limits = (self.max_concurrency, self.requests_per_minute, self.tokens_per_minute)
-        return any(limit is not None for limit in limits)
+        return any(limit is not None for limit in self.limits)
 
 
 class RateLimitError(HTTPProblem):
@@ -58,126 +66,112 @@ class RateLimitError(HTTPProblem):
         super().__init__(429, message, code="rate_limit_exceeded", headers=retry)
 
 
-class TokenBucket:
-    """A token bucket that holds a minute's worth: full at first, refilled evenly.
+class QuotaOwner:
+    """Where quotas are counted: here, in this process. A front of several asks the supervisor instead."""
 
-    Usage that is known only afterwards may overdraw it; it then refills from below zero.
-    """
+    def __init__(self, quotas: Quotas | None = None) -> None:
+        self._share = (Quotas() if quotas is None else quotas).share()
+        self._numbers = itertools.count()
 
-    __slots__ = ("_clock", "_latest", "_level", "per_minute")
+    def number(self) -> int:
+        """Return a number for what is to begin."""
+        return next(self._numbers)
 
-    def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
-        self.per_minute = per_minute
-        self._clock = clock
-        self._level = float(per_minute)
-        self._latest = clock()
+    async def ask(self, method: str, *arguments: Any) -> Answer:
+        """Return what a method of `QuotaShare` returns. Raises `HTTPProblem` if there is no answer in time."""
+        return self._share.answer(method, arguments)
 
-    @property
-    def level(self) -> float:
-        """The current level."""
-        now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._latest) * self.per_minute / 60)
-        self._latest = now
-        return self._level
-
-    def seconds_until(self, amount: float) -> float:
-        """Return in how many seconds it will have `amount`; 0 if it has."""
-        return max(0.0, amount - self.level) * 60 / self.per_minute
-
-    def take(self, amount: float) -> None:
-        """Take out `amount`, or put it back if it is negative."""
-        self._level = min(self.per_minute, self.level - amount)
-
-    def resize(self, per_minute: int) -> None:
-        """Change the size; used tokens stay used."""
-        taken = self.per_minute - self.level
-        self.per_minute = per_minute
-        self._level = per_minute - taken
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of `QuotaShare`, after those that were called before."""
+        self._share.answer(method, arguments)
 
 
 class Quota:
-    """The limits of one key, and how much of them is used."""
+    """The limits of one key, and the way to what is used of them.
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self.num_running = 0
-        self.requests: TokenBucket | None = None
-        self.tokens: TokenBucket | None = None
-        self.change(key)
+    Args:
+        name: what the owner calls the key.
 
-    def change(self, key: ApiKey) -> None:
-        """Apply other limits from now on."""
+    Attributes:
+        key: with the limits that hold now.
+    """
+
+    def __init__(self, name: str, key: ApiKey, owner: QuotaOwner) -> None:
+        self._name = name
         self.key = key
-        self.requests = self._resized(self.requests, key.requests_per_minute)
-        self.tokens = self._resized(self.tokens, key.tokens_per_minute)
+        self._owner = owner
 
-    def _resized(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
-        if per_minute is None or bucket is None:
-            return None if per_minute is None else TokenBucket(per_minute, self._clock)
-        if bucket.per_minute != per_minute:
-            bucket.resize(per_minute)
-        return bucket
-
-    @contextmanager
-    def running(self) -> Iterator[ConcurrencySlot]:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[ConcurrencySlot]:
         """Count a request while the block runs, or for longer if its slot is extended. Raises `RateLimitError`."""
-        most = self.key.max_concurrency
-        if most is not None and self.num_running >= most:
-            raise RateLimitError(f"this key may have {most} requests at a time", 1.0)
-        for bucket, what in ((self.requests, "requests"), (self.tokens, "tokens")):
-            wait = 0.0 if bucket is None else bucket.seconds_until(1)
-            if bucket is not None and wait:
-                raise RateLimitError(f"this key may have {bucket.per_minute} {what} per minute", wait)
-        if self.requests is not None:
-            self.requests.take(1)
-        self.num_running += 1
-        slot = ConcurrencySlot(self)
+        slot = ConcurrencySlot(await self._hold("begin"))
         try:
             yield slot
         finally:
             if not slot.extended:
-                self.num_running -= 1
+                slot.release()
 
-    def reserve(self, num_prompt_tokens: int, num_tokens: int) -> int:
+    async def reserve(self, num_prompt_tokens: int, num_tokens: int) -> Held | None:
         """Take `num_tokens`, those of the prompt and all that may be generated, before it is known how many will be.
 
-        A reservation is at most a minute's worth; `refund` takes the rest once it has been used.
-
-        Returns:
-            What was taken, for `refund`.
+        A reservation is at most a minute's worth; it ends with what was used. None where tokens have no limit.
 
         Raises:
             RateLimitError: so much is not left, or the prompt alone is more than a minute's worth.
         """
-        if self.tokens is None:
-            return 0
-        most = self.tokens.per_minute
+        most = self.key.tokens_per_minute
+        if most is None:
+            return None
         if num_prompt_tokens > most:
             raise RateLimitError(f"the prompt has more tokens than this key may have in a minute, {most}", None)
         amount = min(num_tokens, most)
-        wait = self.tokens.seconds_until(amount)
-        if wait:
-            raise RateLimitError(f"this key may have {most} tokens per minute; this request may use {amount}", wait)
-        self.tokens.take(amount)
-        return amount
+        return await self._hold("reserve", amount, hint=f"; this request may use {amount}")
 
-    def refund(self, reserved: int, used: int) -> None:
-        """Replace a reservation by what was used."""
-        if self.tokens is not None:
-            self.tokens.take(used - reserved)
+    async def _hold(self, method: str, *arguments: int, hint: str = "") -> Held:
+        """Return what is counted from now on. Raises `RateLimitError`, which ends with `hint`."""
+        limits, held = self.key.limits, Held(self._owner)
+        try:
+            answer = await self._owner.ask(method, self._name, limits, held.number, *arguments)
+        except BaseException:  # it may be counted, or will be
+            held.end()
+            raise
+        if "refused" in answer:
+            limit = str(answer["refused"])
+            raise RateLimitError(f"this key may have {limits[LIMITS.index(limit)]} {limit}{hint}", answer["wait"])
+        return held
 
-    def headers(self) -> Headers:
-        """Return OpenAI's rate limit headers."""
+    async def headers(self) -> Headers:
+        """Return OpenAI's rate limit headers; none if the owner does not answer."""
+        _, *per_minute = self.key.limits
+        if not any(per_minute):
+            return []
+        try:
+            levels = await self._owner.ask("levels", self._name, self.key.limits)
+        except HTTPProblem:
+            return []
         headers: Headers = []
-        for bucket, what in ((self.requests, b"requests"), (self.tokens, b"tokens")):
-            if bucket is not None:
-                left = max(0, math.floor(bucket.level))
-                headers += [
-                    (b"x-ratelimit-limit-" + what, b"%d" % bucket.per_minute),
-                    (b"x-ratelimit-remaining-" + what, b"%d" % left),
-                    (b"x-ratelimit-reset-" + what, _duration(bucket.seconds_until(bucket.per_minute)).encode()),
-                ]
+        for (limit, (level, seconds)), most in zip(levels.items(), filter(None, per_minute), strict=True):
+            what = limit.split()[0].encode()
+            headers += [
+                (b"x-ratelimit-limit-" + what, b"%d" % most),
+                (b"x-ratelimit-remaining-" + what, b"%d" % max(0, math.floor(level))),
+                (b"x-ratelimit-reset-" + what, _duration(seconds).encode()),
+            ]
         return headers
+
+
+class Held:
+    """What an owner counts until it is ended: a request that runs, or reserved tokens."""
+
+    __slots__ = ("_owner", "number")
+
+    def __init__(self, owner: QuotaOwner) -> None:
+        self._owner = owner
+        self.number = owner.number()
+
+    def end(self, used: int = 0) -> None:
+        """Count it no longer; reserved tokens are charged as far as they were used."""
+        self._owner.tell("end", self.number, used)
 
 
 class ConcurrencySlot:
@@ -186,22 +180,26 @@ class ConcurrencySlot:
     A request that outlives its HTTP response extends the slot and enters it as a context; the slot is free at its exit.
     """
 
-    __slots__ = ("_quota", "extended")
+    __slots__ = ("_held", "extended")
 
-    def __init__(self, quota: Quota) -> None:
-        self._quota = quota
+    def __init__(self, held: Held) -> None:
+        self._held = held
         self.extended = False
 
     def extend(self) -> None:
         """Keep the slot beyond the response."""
         self.extended = True
 
+    def release(self) -> None:
+        """Free the slot."""
+        self._held.end()
+
     def __enter__(self) -> ConcurrencySlot:
         assert self.extended, "else it is freed twice"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._quota.num_running -= 1
+        self.release()
 
 
 def _duration(seconds: float) -> str:

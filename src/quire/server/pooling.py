@@ -158,7 +158,7 @@ class PoolingJob(EngineJob):
         self.register({})
         try:
             num_tokens = sum([estimate_tokens(item.prompt) for item in inputs])
-            self.limit(num_tokens, num_tokens)
+            await self.limit(num_tokens, num_tokens)
             work = self.context.llm.pool_all(inputs, note=add, **self.engine_options())
             async with time_limit(self.deadline):
                 return await until_disconnect(self.context.request.receive, work)

@@ -17,16 +17,20 @@ from quire.engine.process import ProcessClient
 from quire.errors import EngineDeadError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
+from quire.server.errors import HTTPProblem, retry_headers
 from quire.server.fronts import FrontGoneError, Fronts
+from quire.server.limits import QuotaOwner
 from quire.server.model_entry import served_names
 from quire.supervisor.board import Board
 from quire.supervisor.channel import Channel, ConnectionQueue, Message
 from quire.supervisor.connections import Admission
+from quire.supervisor.quotas import Answer
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
 ASK_SECONDS = 1.0
+QUOTA_SECONDS = 3.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
 
 
 class SupervisorClient(Fronts):
@@ -50,6 +54,7 @@ class SupervisorClient(Fronts):
         self._board = board
         super().__init__(row)
         self.rows = []
+        self.quotas = SupervisedQuotas(self)
         self._answering: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,6 +122,17 @@ class SupervisorClient(Fronts):
     def _send_closed(self) -> None:
         closed, self._closed = self._closed, []
         self._send({"type": "closed", "numbers": closed})
+
+    # ---- quotas of keys ----
+
+    async def call_quotas(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Return what a method of the supervisor's `QuotaShare` for this front returns."""
+        reply, _ = await self._call({"type": "quota", "method": method, "arguments": arguments})
+        return reply["value"]
+
+    def tell_quotas(self, method: str, arguments: Sequence[Any]) -> None:
+        """Call a method of the supervisor's `QuotaShare` for this front."""
+        self._send({"type": "quota", "method": method, "arguments": arguments})
 
     # ---- other fronts ----
 
@@ -270,6 +286,30 @@ class SupervisorClient(Fronts):
                 answer.set_result(({"error": "gone"}, []))
         for note in self.on_change:
             note()
+
+
+class SupervisedQuotas(QuotaOwner):
+    """The supervisor's quotas, which are those of all fronts."""
+
+    def __init__(self, supervisor: SupervisorClient) -> None:
+        super().__init__()
+        self._supervisor = supervisor
+
+    async def ask(self, method: str, *arguments: Any) -> Answer:
+        try:
+            async with asyncio.timeout(QUOTA_SECONDS):
+                answer: Answer = await self._supervisor.call_quotas(method, arguments)
+        except TimeoutError:
+            raise HTTPProblem(
+                503,
+                "the limits of this key cannot be looked up; try again later",
+                code="engine_unavailable",
+                headers=retry_headers(1.0),
+            ) from None
+        return answer
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self._supervisor.tell_quotas(method, arguments)
 
 
 class SupervisedEngines:

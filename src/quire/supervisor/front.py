@@ -17,6 +17,7 @@ from quire.supervisor import systemd
 from quire.supervisor.board import Board
 from quire.supervisor.channel import Channel, ConnectionQueue
 from quire.supervisor.connections import Admission
+from quire.supervisor.quotas import QuotaShare
 
 START_SECONDS = 60.0  # until its first heartbeat
 MAX_POLL_SECONDS = 2.0  # of the time between two looks at a heartbeat, so much counts
@@ -31,7 +32,7 @@ class Front:
 
     Args:
         module: the process runs its `main`. started: what that reads from standard input, beside the descriptors.
-        row: of the board.
+        row: of the board. quotas: what it holds of the quotas of keys.
 
     Attributes:
         channel: messages to and from it. connections: those that it has taken, by their numbers. serving: it takes
@@ -39,9 +40,17 @@ class Front:
     """
 
     def __init__(
-        self, module: str, started: dict[str, Any], row: int, board: Board, board_fd: int, queue: ConnectionQueue
+        self,
+        module: str,
+        started: dict[str, Any],
+        row: int,
+        board: Board,
+        board_fd: int,
+        queue: ConnectionQueue,
+        quotas: QuotaShare,
     ) -> None:
         self.row = row
+        self.quotas = quotas
         self._board = board
         self._began = self._polled = time.monotonic()
         self._excused = self._last_beat = 0.0

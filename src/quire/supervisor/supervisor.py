@@ -29,6 +29,7 @@ from quire.supervisor.engines import Engine, Engines
 from quire.supervisor.front import Front
 from quire.supervisor.listen import CERT_REQS, url_of
 from quire.supervisor.probes import DRAINING, LOADING, RESTARTING, STALLED, ProbeAnswers
+from quire.supervisor.quotas import Quotas
 from quire.supervisor.waiting import Accepted, WaitingConnections
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Supervisor:
             ProbeAnswers(server.path_prefix), None if server.ssl_certfile is None else self._tls_context
         )
         self.engines = Engines()
+        self._quotas = Quotas()
         self._fronts: dict[int, Front] = {}
         self._serving: list[Front] = []  # in the order in which they began
         self._start_at: dict[int, float] = dict.fromkeys(range(server.api_server_count), 0.0)
@@ -256,7 +258,7 @@ class Supervisor:
             "resumed": self._was_ready,
         }
         try:
-            front = Front(self._module, started, row, self._board, self._board_fd, self._queue)
+            front = Front(self._module, started, row, self._board, self._board_fd, self._queue, self._quotas.share())
         except OSError as error:
             logger.error("no front can be started: %s", error)
             self._note_failed_start(row, f"it cannot be started: {error.strerror}")
@@ -302,6 +304,7 @@ class Supervisor:
         self._selector.unregister(front.channel)
         for admission in front.connections.values():
             self._counter.remove(admission)
+        front.quotas.release()
         for engine in self.engines:
             engine.users.discard(front.row)
         for number, calls in self._replies.items():
@@ -378,6 +381,11 @@ class Supervisor:
             if front is not publisher:
                 front.channel.send({"type": "published", "key": key, "value": value})
 
+    def _on_quota(self, front: Front, message: Message) -> None:
+        value = front.quotas.answer(message["method"], message["arguments"])
+        if "call" in message:
+            front.channel.send({"type": "result", "call": message["call"], "value": value})
+
     def _forward(self, front: Front, message: Message, fds: list[int]) -> None:
         """Pass a message on to the front of the row `to`; say so if there is none that reacts."""
         to = self._fronts.get(message["to"])
@@ -436,6 +444,7 @@ class Supervisor:
         "taken": _on_taken,
         "closed": _on_closed,
         "publish": _on_publish,
+        "quota": _on_quota,
         "engine": _on_engine,
         "signal": _on_signal_engine,
         "release": _on_release,
