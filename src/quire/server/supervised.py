@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
 ASK_SECONDS = 1.0
-QUOTA_SECONDS = 3.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
+QUOTA_SECONDS = 2.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
 
 
 class SupervisorClient(Fronts):
