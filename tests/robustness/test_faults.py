@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,22 @@ def test_a_front_that_dies_or_freezes_takes_nothing_but_its_own_streams(
             rows += [] if rows else [("no.", "streams cut", *seconds)]
             rows.append((turn, lost, *seconds.values()))
     show(f"{number.name} to one of {num_fronts} fronts under {STREAMS} streams: seconds after it", rows)
+
+
+def test_streams_go_on_while_the_supervisor_is_frozen(tmp_path: Path) -> None:
+    asked = bodies(120)
+    with serve(tmp_path / "log.txt", "--disable-access-log") as server:
+        expected = undisturbed(server, asked)
+        with load(server, asked) as requests:
+            requests.wait_for_events(STREAMS * 10)
+            os.kill(server.process.pid, signal.SIGSTOP)
+            try:
+                answers = requests.answers()
+                check(answers, expected)
+                with ThreadPoolExecutor(1) as pool:
+                    waiting = pool.submit(read, server, body_of(99, max_tokens=3, stream=False))
+                    assert not waiting.done()
+                    os.kill(server.process.pid, signal.SIGCONT)
+                    assert waiting.result(30).status == 200
+            finally:
+                os.kill(server.process.pid, signal.SIGCONT)
