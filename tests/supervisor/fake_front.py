@@ -47,6 +47,7 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=started["channel"]))
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     board = Board(started["board"], started["num_rows"])
+    board.beat(started["row"])
     if mode != "deaf":
         channel.send({"type": "serving"})
         channel.send({"type": "ready", "model": "fake"})

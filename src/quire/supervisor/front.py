@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.supervisor.quotas import QuotaShare
 
 START_SECONDS = 60.0  # until its first heartbeat
 MAX_POLL_SECONDS = 2.0  # of the time between two looks at a heartbeat, so much counts
+WAIT_SECONDS = 0.3  # from then on it is looked up whether it waits for a processor
 SILENT_SECONDS = 0.8  # without a heartbeat, until connections wait here rather than for it
 DUMP_SECONDS = 0.2
 DUMP_SIGNAL = signal.SIGUSR1
@@ -54,6 +56,7 @@ class Front:
         self._board = board
         self._began = self._polled = time.monotonic()
         self._excused = self._last_beat = 0.0
+        self._waited: float | None = None  # for a processor, when its silence was first looked into [s]
         self.connections: dict[int, Admission] = {}
         self.serving = self.ready = self.ended = self.killed = False
         board.clear(row)
@@ -87,24 +90,29 @@ class Front:
             and not self.ended
             and not self.killed
             and not self.channel.ended
-            and time.monotonic() - self._board.last_beat(self.row) < SILENT_SECONDS
+            and self.silent_for() < SILENT_SECONDS
         )
 
-    def stalled_for(self) -> float:
-        """Return for how long it has not reacted [s]; to be called often.
+    def silent_for(self) -> float:
+        """Return for how long there has been no heartbeat [s], START_SECONDS less before the first one.
 
-        Time between two calls counts for two seconds at most: if the whole machine was stopped, it needs time to go on.
+        Time in which it waited for a processor does not count. Time between two calls counts for two seconds at most:
+        if the whole machine was stopped, it needs time to go on.
         """
         now = time.monotonic()
         beat = self._board.last_beat(self.row)
         if beat != self._last_beat:
-            self._last_beat, self._excused = beat, 0.0
+            self._last_beat, self._excused, self._waited = beat, 0.0, None
         else:
             self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
         self._polled = now
-        if not beat:
-            return max(0.0, now - self._began - START_SECONDS - self._excused)
-        return max(0.0, now - beat - self._excused)
+        silent = now - beat if beat else now - self._began - START_SECONDS
+        if silent > WAIT_SECONDS and sys.platform == "linux":
+            waited = _seconds_waited(self.pid)
+            if self._waited is None:
+                self._waited = waited
+            silent -= waited - self._waited
+        return max(0.0, silent - self._excused)
 
     def dump_stacks(self) -> str:
         """Return the stacks of its threads, as far as it still writes them."""
@@ -128,3 +136,12 @@ class Front:
         self.channel.close()
         os.close(self._stacks)
         self._board.clear(self.row)
+
+
+def _seconds_waited(pid: int) -> float:
+    """Return for how long the main thread of a process was ready to run and had no processor, see proc(5)."""
+    try:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count
+        return 0.0

@@ -238,9 +238,9 @@ class Supervisor:
         for front in self._fronts.values():
             if front.killed:
                 continue
-            stalled = front.stalled_for()
-            if stalled > self._server.front_stall_timeout:
-                logger.error("front %d has not reacted for %.1f s and is killed", front.pid, stalled)
+            silent = front.silent_for()
+            if silent > self._server.front_stall_timeout:
+                logger.error("front %d has not reacted for %.1f s and is killed", front.pid, silent)
                 stacks = front.dump_stacks()
                 if stacks:
                     logger.error("front %d was here:\n%s", front.pid, stacks)
