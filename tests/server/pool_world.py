@@ -55,6 +55,10 @@ class FakeLLM:
         self.world.now += self.world.load_seconds
         self.ready = True
 
+    @property
+    def sleep_level(self) -> int:
+        return self.level if self.is_sleeping else 0
+
     async def wake_up(self) -> None:
         self.world.log.append(f"wake {self.name}")
         await self._held()

@@ -565,6 +565,11 @@ class AsyncLLM:
         """Whether the engine was put to sleep, by any of its clients, and not woken up since."""
         return self._sleep_level > 0
 
+    @property
+    def sleep_level(self) -> int:
+        """At which level the engine sleeps; 0 while it is awake."""
+        return self._sleep_level
+
     async def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine is dead, or the error that prevented its start."""
         if self._dead is not None:

@@ -142,12 +142,10 @@ class SupervisedClient:
             return message
 
     async def close(self) -> None:
-        """Stop the engine; kill it if it has not loaded yet."""
+        """Stop the engine, unless others use it."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if not self.running:
-            self._client.kill()
         self._up.set()
         await self._client.close()
 

@@ -42,7 +42,7 @@ async def sleep(request: Request) -> Response:
 async def wake_up(request: Request) -> Response:
     """Allocate again what /sleep has freed. Does nothing for a model that does not sleep."""
     context, model = _target(request)
-    if model.llm.is_sleeping:
+    if model.status == "sleeping":
         await context.models.load(model)
     return _state(model)
 
@@ -51,14 +51,14 @@ async def wake_up(request: Request) -> Response:
 async def is_sleeping(request: Request) -> Response:
     """Say whether a model sleeps."""
     _, model = _target(request)
-    return json_response({"is_sleeping": model.llm.is_sleeping})
+    return json_response({"is_sleeping": model.status == "sleeping"})
 
 
 @router.post("/reset_prefix_cache", openapi_extra=describe_query(MODEL))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached prefixes that no running request uses; a model that sleeps, or is not loaded, has none."""
     context, model = _target(request)
-    if model.available:
+    if model.status == "loaded":
         async with context.models.using(model):
             await model.llm.reset_prefix_cache()
     return _state(model)
@@ -147,8 +147,7 @@ async def load_lora_adapter(request: Request) -> Response:
     if any(item.answers_to(body.lora_name) for item in context.models.models):
         raise RequestError(f"lora_name is {echo(body.lora_name)}, which is taken already", param="lora_name")
     model = _model(context, body.model)
-    async with context.models.using(model):
-        await model.llm.adapters.load(body.lora_name, body.lora_path)
+    await context.models.load_adapter(model, body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -159,10 +158,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     body = await parse_request(request, UnloadAdapterRequest)
     holders = [item for item in context.models.models if item.llm.adapters.find(body.lora_name) is not None]
     model = holders[0] if holders else _model(context, body.model)
-    if model.available:
-        await model.llm.adapters.unload(body.lora_name)
-    else:
-        model.llm.adapters.withdraw(body.lora_name)
+    await context.models.unload_adapter(model, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

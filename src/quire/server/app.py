@@ -37,6 +37,7 @@ from quire.server.ollama import routes as ollama
 from quire.server.openapi import describe
 from quire.server.responses import routes as responses
 from quire.server.served_model import ServedModel
+from quire.server.shared_models import SharedModels
 from quire.version import __version__
 
 
@@ -60,7 +61,9 @@ def build_app(
         redirect_slashes=False,
     )
     pool = llm if isinstance(llm, ModelPool) else ModelPool([ServedModel(config, llm)])
-    context = ServerContext(pool, config, metrics, fronts or Fronts())
+    fronts = fronts or Fronts()
+    shared = SharedModels(pool, fronts, may_unload=config.server.enable_admin_endpoints)
+    context = ServerContext(shared, config, metrics, fronts)
     if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context

@@ -18,10 +18,10 @@ from quire.server.auth import ApiKeys
 from quire.server.fronts import Fronts
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
-from quire.server.model_pool import ModelPool
 from quire.server.paths import is_admin
 from quire.server.responses.store import ResponseStore
 from quire.server.served_model import ServedModel
+from quire.server.shared_models import SharedModels
 from quire.server.streaming import until_disconnect
 from quire.server.timeline import RequestRecords
 from quire.server.tracing import Tracing
@@ -45,7 +45,7 @@ class ServerContext:
             finished ones. tracing: None without an endpoint for traces. responses: the stored ones.
     """
 
-    def __init__(self, models: ModelPool, config: EngineConfig, metrics: Metrics | None, fronts: Fronts) -> None:
+    def __init__(self, models: SharedModels, config: EngineConfig, metrics: Metrics | None, fronts: Fronts) -> None:
         self.models = models
         self.config = config
         self.metrics = metrics
@@ -163,7 +163,7 @@ async def model_context(request: Request, name: str | None) -> ModelContext:
         await server.models.acquire(model)
         request.scope["state"].setdefault("models", []).append(model)
 
-    if model.available:
+    if server.models.is_available(model):
         await acquire()
     else:
         async with time_limit(request.scope["state"].get("deadline")):

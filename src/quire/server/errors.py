@@ -90,6 +90,24 @@ def headers_of(error: QuireError) -> dict[str, str]:
     return retry_headers(1.0) if status == 503 else {}
 
 
+def problem_data(error: QuireError) -> dict[str, Any]:
+    """Return an error as another front gets it, JSON-like."""
+    data = {"status": status_of(error), "message": error.message, "code": error.code, "param": error.param}
+    retry_after = error.retry_after if isinstance(error, OverloadedError) else None
+    return {**data, "headers": headers_of(error), "type": error.error_type, "retry_after": retry_after}
+
+
+def problem_of(data: Mapping[str, Any]) -> QuireError:
+    """Return the error that `problem_data` describes, to be raised here."""
+    if data["retry_after"] is not None:
+        return OverloadedError(data["message"], retry_after=data["retry_after"])
+    problem = HTTPProblem(
+        data["status"], data["message"], code=data["code"], param=data["param"], headers=data["headers"]
+    )
+    problem.error_type = data["type"]  # type: ignore[misc]
+    return problem
+
+
 def error_object(error: QuireError) -> dict[str, Any]:
     """Return the OpenAI error object."""
     kind = "server_error" if status_of(error) >= 500 else error.error_type

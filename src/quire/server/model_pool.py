@@ -1,9 +1,9 @@
-"""`ModelPool`: the models of a server, and which of them are in memory.
+"""`ModelPool`: decides which models of a server are in memory.
 
 At most `max_loaded` models are in memory at a time. A request for another one loads it, in place of the least recently
 used one. While all are in use, waiting requests are served in order of arrival: the model whose last request came first
 accepts no more users until it has been replaced, so that no request starves. A model in use is never unloaded, a pinned
-one never at all. Everything here happens on one event loop.
+one never at all. Everything here happens on one event loop; of several fronts, one decides (`shared_models.py`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from quire.engine.advice import size_text
 from quire.engine.messages import check_sleep_level
-from quire.errors import NotFoundError, OverloadedError, QuireError, echo
+from quire.errors import OverloadedError, QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.errors import HTTPProblem, shutting_down
-from quire.server.served_model import ServedModel
+from quire.server.model_list import ModelList
+from quire.server.served_model import RESUMING, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ MAX_STAY_SECONDS = 30.0
 Work = Callable[[ServedModel], Coroutine[Any, Any, None]]
 
 
-class ModelPool:
+class ModelPool(ModelList):
     """All models of one server, in the order of its options.
 
     Args:
@@ -42,6 +43,10 @@ class ModelPool:
         idle_timeout: seconds without requests after which a model gives up memory; 0: never. unload_idle: all of its
             memory, unless it is pinned, rather than that of the KV cache.
         clock: monotonic seconds.
+
+    Attributes:
+        on_change: called when the state of a model may have changed. withdraw: called before a model is unloaded, has
+            the other fronts leave its engine.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class ModelPool:
         unload_idle: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.models = list(models)
+        super().__init__(models)
         self._max_loaded = max_loaded or len(self.models)
         self._load_timeout = load_timeout
         self._idle_timeout = idle_timeout
@@ -65,71 +70,50 @@ class ModelPool:
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
         self._stay_timer: asyncio.TimerHandle | None = None
-
-    # ---- lookup ----
-
-    @property
-    def first(self) -> ServedModel:
-        """The model of requests that name none."""
-        return self.models[0]
+        self.on_change: Callable[[], None] = lambda: None
+        self.withdraw: Callable[[ServedModel], Awaitable[None]] = _nobody_else
 
     @property
-    def names(self) -> list[str]:
-        """The names of all models."""
-        return [name for model in self.models for name in model.names]
-
-    @property
-    def adapter_names(self) -> list[str]:
-        """The names of all LoRA adapters."""
-        return [item.request.lora_name for model in self.models for item in model.llm.adapters.registered]
-
-    def find(self, name: str) -> ServedModel:
-        """Return the model of this name. Raises `NotFoundError`."""
-        for model in self.models:
-            if model.answers_to(name):
-                return model
-        raise NotFoundError(
-            f"the model {echo(name)} does not exist; this server has {', '.join([*self.names, *self.adapter_names])}",
-            param="model",
-        )
-
-    @property
-    def starting(self) -> bool:
-        """Whether a model that is loaded at start has never been ready so far."""
-        return any(model.at_start and not model.was_ready for model in self.models)
-
-    @property
-    def fatal(self) -> bool:
-        """Whether an essential model has died."""
-        return any(model.essential and model.llm.errored and model.task is None for model in self.models)
-
-    async def check_health(self) -> None:
-        """Raise the error of which an essential model died."""
-        for model in self.models:
-            if model.essential and model.task is None:
-                await model.llm.check_health()
+    def keeps_all(self) -> bool:
+        """Whether no model that is in memory ever has to leave it, or to sleep, unless an operator says so."""
+        return self._max_loaded >= len(self.models) and not self._idle_timeout
 
     # ---- start and shutdown ----
 
-    async def start(self, running: Collection[str] | None = None) -> None:
+    async def start(self, kept: Collection[str] | None = None) -> None:
         """Load the models that are loaded at start. Raises the first error.
 
         Args:
-            running: names of the models whose engines run already, if this pool follows one of a process that died;
-                the others stay unloaded.
+            kept: names of the models that are in memory, or being loaded, if this pool follows one of a process that
+                has ended: their engines are used again, asleep or not, and the other models stay unloaded.
         """
-        wanted = [model for model in self.models if (model.at_start if running is None else model.names[0] in running)]
-        if running is not None:
-            for model in self.models:
-                model.note_started()
-        outcomes = await asyncio.gather(*[self._wait_ready(model) for model in wanted])
-        for model, outcome in zip(wanted, outcomes, strict=True):
-            if outcome is None:
-                self.release(model)
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
+        if kept is None:
+            wanted = [model for model in self.models if model.at_start]
+            outcomes = await asyncio.gather(*[self._wait_ready(model) for model in wanted])
+            for model, outcome in zip(wanted, outcomes, strict=True):
+                if outcome is None:
+                    self.release(model)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        else:
+            await self._resume([model for model in self.models if model.names[0] in kept])
         self._watcher = asyncio.create_task(self._watch(), name="quire-models")
+
+    async def _resume(self, kept: Sequence[ServedModel]) -> None:
+        """Use the engines of an earlier process; only an essential one is waited for, which may raise its error."""
+        for model in self.models:
+            model.note_started()
+        for model in kept:
+            model.last_used = model.last_acquired = self._clock()
+            if model.llm.ready:
+                model.note_ready(self._clock(), model.load_seconds)
+            elif model.task is None:
+                task = self._begin(model, RESUMING, self._load)
+                if model.essential:
+                    await task
+                    if model.error is not None:
+                        raise model.error
 
     async def close(self) -> None:
         """Close all engines. Waiters get the error of a server that shuts down."""
@@ -196,6 +180,10 @@ class ModelPool:
         model.num_users += 1
         model.last_used = model.last_acquired = self._clock()
 
+    def add_users(self, model: ServedModel, count: int) -> None:
+        """Count uses that a pool before this one has allowed."""
+        model.num_users += count
+
     async def _wait_ready(self, model: ServedModel) -> QuireError | None:
         """Wait until a model is ready, and become one of its users; return the error if that fails."""
         waiter: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
@@ -248,6 +236,7 @@ class ModelPool:
                 coming -= 1
             else:
                 self._make_room()
+        self.on_change()
 
     def _make_room(self) -> None:
         """Begin to unload a model, or to drain one, if any may be evicted: also one with waiters, which came later."""
@@ -283,6 +272,7 @@ class ModelPool:
 
         model.action = action
         model.task = task = self._spawn(run(), f"quire-{action}")
+        self.on_change()
         return task
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -316,17 +306,17 @@ class ModelPool:
         else:
             model.note_ready(self._clock(), self._clock() - started)
             size = await _resident(model.llm)
-            done = "awake" if waking else "loaded"
+            done = "awake" if waking else "found again" if model.action == RESUMING else "loaded"
             logger.info("model %s: %s after %.2f s, %s", model.names[0], done, self._clock() - started, size)
 
     async def _start(self, model: ServedModel) -> None:
         if model.llm.errored:
-            await self._replace_engine(model)
+            await self.replace_engine(model)
         await model.llm.start()
         alone, first = len(self.models) == 1, model is self.first
         await model.llm.adapters.load_modules(model.names, first=first, alone=alone)
 
-    async def _replace_engine(self, model: ServedModel) -> None:
+    async def replace_engine(self, model: ServedModel) -> None:
         """Close a model's engine, and put another one, not started, in its place."""
         assert model.make_llm is not None, "asked before"
         await model.llm.close()
@@ -343,7 +333,8 @@ class ModelPool:
     async def _unload(self, model: ServedModel) -> None:
         started = self._clock()
         size = await _resident(model.llm)
-        await self._replace_engine(model)
+        await self.withdraw(model)
+        await self.replace_engine(model)
         model.backoff = 0.0  # it was in good health
         logger.info("model %s: unloaded after %.2f s, %s freed", model.names[0], self._clock() - started, size)
 
@@ -369,7 +360,8 @@ class ModelPool:
                 continue
             if model.available:
                 model.on_sleep(0)  # one that died asleep is awake once it was replaced
-            if model.llm.errored and model.make_llm is not None and not model.essential:
+            failed = model.llm.errored or (model.error is not None and not model.llm.ready)
+            if failed and model.make_llm is not None and not model.essential:
                 model.note_death(now)
                 if model.pinned and model.at_start and now >= model.retry_at:
                     self._spawn(self._revive(model), "quire-revive")
@@ -377,6 +369,7 @@ class ModelPool:
                 self._free_idle(model)
         if self._queue:
             self.advance()  # an engine may have died, or finished work that has no user
+        self.on_change()
 
     async def _revive(self, model: ServedModel) -> None:
         if await self._wait_ready(model) is None:
@@ -423,6 +416,10 @@ class ModelPool:
         await _task_done(model)
         if model.in_use or model.waiters:
             raise HTTPProblem(409, f"the model {model.names[0]} is in use; try again later", code="model_in_use")
+
+
+async def _nobody_else(model: ServedModel) -> None:
+    """Do nothing: no other process uses the engine."""
 
 
 async def _task_done(model: ServedModel) -> None:

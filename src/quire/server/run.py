@@ -21,7 +21,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,6 +41,7 @@ from quire.server.metrics import Metrics, ModelMetrics
 from quire.server.model_entry import ModelEntry
 from quire.server.model_pool import ModelPool
 from quire.server.served_model import ServedModel
+from quire.server.shared_models import adapters_key
 from quire.server.supervised import SupervisedEngines, SupervisorClient
 from quire.server_config import ServerConfig
 from quire.supervisor.board import Board
@@ -87,8 +88,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
         if make_llm is None:
             make_llm = SupervisedEngines(supervisor) if config.server.engine == "process" else make_async_llm
         entries = _entries(started["entries"], supervisor) or [ModelEntry(config=config)]
-        running = started["engines"] if started["resumed"] else None
-        front = _Front(config, make_llm, entries, supervisor, running, started["url"])
+        front = _Front(config, make_llm, entries, supervisor, started["url"], resumed=started["resumed"])
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = runner.run(front.run())
     except QuireError as problem:
@@ -136,7 +136,7 @@ class _Front:
     """One front: its HTTP server, its models, and what the supervisor's orders do to them.
 
     Args:
-        running: models whose engines run already, if this process follows one that died. url: of the server.
+        url: of the server. resumed: whether this process follows one that died.
     """
 
     def __init__(
@@ -145,12 +145,13 @@ class _Front:
         make_llm: MakeLLM,
         entries: Sequence[ModelEntry],
         supervisor: SupervisorClient,
-        running: Collection[str] | None,
         url: str,
+        *,
+        resumed: bool,
     ) -> None:
         self.config = config
         self.supervisor = supervisor
-        self.running = running
+        self.resumed = resumed
         self.url = url
         self.metrics = Metrics(supervisor)
         pool = create_pool(entries, config.server, make_llm, self.metrics, supervisor)
@@ -179,7 +180,7 @@ class _Front:
         tasks.append(asyncio.create_task(self.supervisor.beat(self._is_alive), name="quire-beat"))
         await self.http.has_started.wait()
         self._attach()
-        if self.running is None:
+        if not self.resumed:
             self._warn_if_open()
         try:
             if await self._start():
@@ -221,7 +222,7 @@ class _Front:
 
     async def _start(self) -> bool:
         """Load the models that are loaded at start. Returns False if a signal came first; raises `QuireError`."""
-        start = asyncio.ensure_future(self.context.models.start(self.running))
+        start = asyncio.ensure_future(self.context.models.start())
         signalled = asyncio.ensure_future(self.signalled.wait())
         await asyncio.wait((start, signalled), return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -314,7 +315,7 @@ def _served(
     *,
     essential: bool,
 ) -> ServedModel:
-    key = f"adapters/{entry.names[0]}"
+    key = adapters_key(entry.names[0])
 
     def make() -> AsyncLLM:
         llm = make_llm(entry.config, [metrics])

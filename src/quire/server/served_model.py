@@ -8,6 +8,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
@@ -18,6 +19,7 @@ from quire.server.model_entry import accepted_names, served_names
 FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 300.0
 SOON_SECONDS = 60.0  # a model that dies within so long after loading is as one that could not be loaded
+RESUMING = "resuming"  # an engine that an earlier process has started is used again
 PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+)+/?")
 
 
@@ -35,9 +37,11 @@ class ServedModel:
         names: under which it is served, the first one is its own. created: when the server began to serve it [Unix
             seconds]. num_users: running requests that need it. waiters: requests that wait for it, in order; each gets
             None once it is a user, or an error.
-        task: what loads or unloads it, if anything, and `action` in a word. draining: it accepts no more users.
+        task: what loads or unloads it, if anything, and `action` in a word, or `RESUMING`.
+        draining: it accepts no more users.
         last_used, last_acquired, ready_at: [clock seconds]. load_seconds: how long loading took.
         error: why it could not be loaded, or died; it is not loaded again before `retry_at`.
+        view: what the front that decides about it has published of it; None in that front.
     """
 
     def __init__(
@@ -67,9 +71,11 @@ class ServedModel:
         self.last_used = self.last_acquired = self.ready_at = self.load_seconds = 0.0
         self.error: QuireError | None = None
         self.retry_at = self.backoff = 0.0
+        self.view: dict[str, Any] | None = None
         self._accepted = accepted_names(config)
         self._max_model_len = max_model_len
         self._was_ready = False
+        self._kept_status = "loading"
 
     def answers_to(self, name: str) -> bool:
         """Whether it, or one of its adapters, is served under this name."""
@@ -112,6 +118,10 @@ class ServedModel:
     @property
     def status(self) -> str:
         """Its state as /v1/models shows it: loaded, loading, sleeping, failed or unloaded."""
+        if self.view is not None:
+            return str(self.view["status"])
+        if self.action == RESUMING:
+            return self._kept_status
         if self.action == "loading" or (self.at_start and not self.was_ready and not self.llm.errored):
             return "loading"
         if self.llm.ready and self.action != "unloading":
@@ -130,6 +140,36 @@ class ServedModel:
         """Most requests that may wait for it to be loaded."""
         return self.config.scheduler.resolved_max_num_queued_reqs
 
+    # ---- several fronts ----
+
+    def publication(self) -> dict[str, Any]:
+        """Return what other fronts, and later ones, need to know, JSON-like."""
+        return {
+            "status": self.status,
+            "draining": self.draining,
+            "created": self.created,
+            "max_model_len": self.max_model_len,
+            "error": None if self.error is None else [self.error.message, self.error.code],
+            "backoff": self.backoff,
+            "retry_at": self.retry_at,
+        }
+
+    def follow(self, published: dict[str, Any]) -> None:
+        """Show the state that the front has published which decides."""
+        self.view = published
+        self.created, self._max_model_len = published["created"], published["max_model_len"]
+
+    def lead(self, published: dict[str, Any] | None) -> None:
+        """Go on from the state that the front had published which decided before this one."""
+        self.view = None
+        if published is not None:
+            self._kept_status = published["status"]
+            self.created, self._max_model_len = published["created"], published["max_model_len"]
+            self.backoff, self.retry_at = published["backoff"], published["retry_at"]
+            if published["error"] is not None:
+                message, code = published["error"]
+                self.error = QuireError(message, code=code)
+
     # ---- events ----
 
     def note_started(self) -> None:
@@ -141,7 +181,7 @@ class ServedModel:
         self.ready_at = self.last_used = now
         self.load_seconds = seconds
         self.error = None
-        self.on_sleep(0)
+        self.on_sleep(self.llm.sleep_level)
 
     def note_failure(self, error: QuireError, now: float) -> None:
         """Note that it could not be loaded; each failure in a row doubles the time until the next try."""

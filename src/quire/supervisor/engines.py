@@ -23,8 +23,8 @@ class Engine:
 
     Attributes:
         number: its own; no other engine gets it later. name: of the model. files: what it shares with its users.
-        users: the rows of the fronts that use it. exit_code: None while it runs. kill_at: when an engine that is to end
-            is killed [monotonic seconds].
+        users: the rows of the fronts that use it. released: whether one has left it since the last one came.
+        exit_code: None while it runs. kill_at: when an engine that is to end is killed [monotonic seconds].
     """
 
     number: int
@@ -32,6 +32,7 @@ class Engine:
     process: subprocess.Popen[bytes]
     files: EngineFiles
     users: set[int] = field(default_factory=set)
+    released: bool = False
     exit_code: int | None = None
     kill_at: float | None = None
 
@@ -46,11 +47,6 @@ class Engines:
 
     def __iter__(self) -> Any:
         return iter(list(self._engines.values()))
-
-    @property
-    def names(self) -> list[str]:
-        """The models that have an engine."""
-        return list(self._current)
 
     def get(self, number: int) -> Engine | None:
         """Return the engine of this number if it has not ended."""
@@ -67,6 +63,7 @@ class Engines:
             engine = None
         if engine is None:
             engine = self._current[name] = self._start(name, options)
+        engine.released = False
         return engine
 
     def _start(self, name: str, options: dict[str, Any]) -> Engine:
@@ -89,8 +86,17 @@ class Engines:
     def release(self, engine: Engine, row: int, *, reacts: bool) -> None:
         """Note that a front does not need an engine any more. It ends with its last user."""
         engine.users.discard(row)
+        engine.released = True
         if not engine.users:
             self.end(engine, reacts=reacts)
+
+    def forget(self, row: int) -> None:
+        """Note that a front has ended. Its engines wait for the next front, unless all others have left them."""
+        for engine in list(self._engines.values()):
+            if row in engine.users:
+                engine.users.discard(row)
+                if engine.released and not engine.users:
+                    self.end(engine)
 
     def end(self, engine: Engine, *, reacts: bool = True) -> None:
         """End an engine, in order if it reacts."""

@@ -254,7 +254,6 @@ class Supervisor:
             **self._started,
             "url": self._url,
             "published": self._published,
-            "engines": self.engines.names,
             "resumed": self._was_ready,
         }
         try:
@@ -305,8 +304,7 @@ class Supervisor:
         for admission in front.connections.values():
             self._counter.remove(admission)
         front.quotas.release()
-        for engine in self.engines:
-            engine.users.discard(front.row)
+        self.engines.forget(front.row)
         for number, calls in self._replies.items():
             self._replies[number] = [(caller, call) for caller, call in calls if caller is not front]
         code = front.process.returncode
