@@ -255,6 +255,9 @@ class ServerConfig:
             f"max_receiving_bytes must be at least max_body_bytes, {self.max_body_bytes}": (
                 self.max_receiving_bytes < self.max_body_bytes
             ),
+            f"api_server_count {self.api_server_count} contradicts engine inline, which runs in one process": (
+                self.api_server_count > 1 and self.engine == "inline"
+            ),
             "ssl_ca_certs needs ssl_certfile": self.ssl_ca_certs is not None and self.ssl_certfile is None,
             "ssl_cert_reqs (optional or required) and ssl_ca_certs need each other": (
                 (self.ssl_cert_reqs != "none") != (self.ssl_ca_certs is not None)

@@ -110,6 +110,7 @@ def test_without_the_option_there_is_nothing_of_it(server: LiveServer) -> None:
         ({"ssl_ca_certs": "a", "ssl_cert_reqs": "required"}, ("ssl_ca_certs", "ssl_certfile")),
         ({"ssl_certfile": "a", "ssl_keyfile": "b", "ssl_ca_certs": "c"}, ("ssl_ca_certs", "ssl_cert_reqs")),
         ({"ssl_certfile": "a", "ssl_keyfile": "b", "ssl_cert_reqs": "optional"}, ("ssl_ca_certs", "ssl_cert_reqs")),
+        ({"engine": "inline", "api_server_count": 2}, ("api_server_count", "engine")),
         ({"root_path": "llm"}, ("root_path",)),
         ({"root_path": "//x"}, ("root_path",)),
     ],

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from quire.server.supervised import SupervisorClient
+from quire.supervisor.board import create_board
+from quire.supervisor.channel import Channel, ConnectionQueue
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import check_error
 from tests.server.sockets import ENDLESS, idle, read_until, request_bytes
@@ -148,6 +154,81 @@ def test_whose_first_token_would_come_too_late_is_told_at_once(make_server: Make
         assert first.result(10).status_code == 200
     scrape = server.http.get("/metrics").text
     assert 'vllm:admission_rejections_total{engine="0",model_name="fake",reason="queue_full"} 3.0' in scrape
+
+
+@pytest.fixture
+def two_fronts(make_server: MakeServer) -> Iterator[Callable[..., list[LiveServer]]]:
+    """Makes two servers that share their queues as the fronts of one do; the engine of the first one begins nothing."""
+    channel, queue = socket.socketpair()
+
+    def make(**options: Any) -> list[LiveServer]:
+        servers = [make_server(**options) for _ in range(2)]
+        fd, board = create_board(2)
+        os.close(fd)
+        for row, server in enumerate(servers):
+            front = SupervisorClient(Channel(channel), ConnectionQueue(queue), board, row, {})
+            server.llm.share_load = partial(front.share_load, 0)
+        servers[0].do(servers[0].fake_client.hold)
+        return servers
+
+    with channel, queue:
+        yield make
+
+
+def test_queues_of_fronts_add_up(two_fronts: Callable[..., list[LiveServer]]) -> None:
+    first, second = two_fronts(max_num_queued_tokens=30, max_num_queued_reqs=2)
+    body = {**ENDLESS, "max_tokens": 2}
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(first.http.post, "/v1/completions", json={**body, "prompt": [5] * 40})]
+        first.wait_until(lambda: first.llm.ttft.num_queued_tokens == 40)
+        refused = second.http.post("/v1/completions", json={**body, "prompt": [5]})
+        check_error(refused, 503, "engine_overloaded")
+        assert "40 prompt tokens are waiting" in refused.text
+        first.do(first.fake_client.resume)
+        assert answers[0].result(10).status_code == 200
+        first.do(first.fake_client.hold)
+        answers = [pool.submit(first.http.post, "/v1/completions", json={**body, "prompt": [5]}) for _ in range(2)]
+        first.wait_until(lambda: first.llm.num_unfinished == 2)
+        refused = second.http.post("/v1/completions", json={**body, "prompt": [5]})
+        check_error(refused, 503, "engine_overloaded")
+        assert "2 requests are waiting or running" in refused.text
+        first.do(first.fake_client.resume)
+        assert [answer.result(10).status_code for answer in answers] == [200, 200]
+    assert second.http.post("/v1/completions", json={**body, "prompt": [5] * 40}).status_code == 200
+
+
+@pytest.mark.parametrize("way", ["aborted", "refused", "dead"])
+def test_what_does_not_queue_any_more_counts_for_no_front(
+    two_fronts: Callable[..., list[LiveServer]], way: str
+) -> None:
+    first, second = two_fronts(max_num_queued_reqs=1)
+    if way == "refused":
+        assert first.http.post("/v1/completions", json={**ENDLESS, "prompt": [5] * 10**5}).status_code == 400
+    else:
+        with first.connect() as connection:
+            connection.sendall(request_bytes("/v1/completions", {**ENDLESS, "prompt": [5] * 40}))
+            first.wait_until(lambda: first.llm.ttft.num_queued_tokens == 40)
+            if way == "dead":
+                first.call(first.llm.close)
+        first.wait_until(lambda: first.llm.num_unfinished == 0)
+    assert second.http.post("/v1/completions", json={**ENDLESS, "max_tokens": 2}).status_code == 200
+
+
+def test_the_time_to_the_first_token_counts_what_other_fronts_have(
+    two_fronts: Callable[..., list[LiveServer]],
+) -> None:
+    first, second = two_fronts(max_ttft=5.0)
+    body = {**ENDLESS, "max_tokens": 2}
+    first.do(lambda: set_rate(first, 10.0))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(first.http.post, "/v1/completions", json={**body, "prompt": [5] * 100})
+        first.wait_until(lambda: first.llm.ttft.num_queued_tokens == 100)
+        second.do(lambda: set_rate(second, 50.0))
+        refused = second.http.post("/v1/completions", json={**body, "prompt": [5]})
+        check_error(refused, 503, "engine_overloaded")
+        assert "the first token is expected in 10 s" in refused.text, "the rate of who has nothing queued is an old one"
+        first.do(first.fake_client.resume)
+        assert answer.result(10).status_code == 200
 
 
 def set_rate(server: LiveServer, rate: float) -> None:

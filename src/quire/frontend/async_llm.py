@@ -52,7 +52,7 @@ from quire.frontend.pooling import (
 from quire.frontend.prompts import Params, Prompt, RequestInput, split_prompt, text_size
 from quire.frontend.recovery import SupervisedClient
 from quire.frontend.request_processor import RequestProcessor
-from quire.frontend.stats import StatListener, TTFTEstimator
+from quire.frontend.stats import NO_LOAD, QueueLoad, StatListener, TTFTEstimator
 from quire.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -87,6 +87,10 @@ class AsyncLLM:
         listeners: called for every step, token and finished request.
         client, front_model: what would be made from the config otherwise (for tests and for embedding).
         make_client: where the engines come from that replace one that died; without it, a `client` is not replaced.
+
+    Attributes:
+        share_load: called with what this one has queued, whenever that changes; returns what all other clients of the
+            engine have, which the bounds of the queue count, too.
 
     Raises:
         ConfigError: an unknown option, or a bad value. Everything else is raised by `start`.
@@ -133,6 +137,7 @@ class AsyncLLM:
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
+        self.share_load: Callable[[QueueLoad], QueueLoad] = lambda load: NO_LOAD
         self.max_num_queued_reqs = self.config.scheduler.resolved_max_num_queued_reqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_level = 0  # as the engine has last said
@@ -233,11 +238,13 @@ class AsyncLLM:
         params = sampling_params if sampling_params is not None else processor.default_sampling_params()
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         self._num_admitting += 1
+        self._share_load()
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
             grammar, thinking = await self._constraints(params, token_ids, message_spec)
         finally:
             self._num_admitting -= 1
+            self._share_load()
         self.check_room(len(token_ids), max_ttft)
         requests = self._alive()
         engine_requests = requests.inputs.build(
@@ -255,6 +262,7 @@ class AsyncLLM:
         changed = asyncio.Event()
         state = requests.start(request_id, prompt, params.clone(), engine_requests, changed.set)
         self.ttft.add(len(token_ids))
+        self._share_load()
         return RequestStream(
             state,
             changed,
@@ -269,14 +277,14 @@ class AsyncLLM:
         is estimated to come later than `max_ttft` seconds (here or in the options). An empty queue accepts every
         request.
         """
-        if self.num_unfinished == 0:
-            self.ttft.clear()  # an engine's death empties it without an event for each request
-        queued = self.ttft.num_queued_tokens
-        wait = self.ttft.estimate(num_tokens)
+        others = self._share_load()
+        num_unfinished = self.num_unfinished + others.num_requests
+        queued = self.ttft.num_queued_tokens + others.num_tokens
+        wait = self.ttft.estimate(num_tokens, others)
         later = 1.0 if wait is None else max(1.0, wait)
-        if self.num_unfinished >= self.max_num_queued_reqs:
+        if num_unfinished >= self.max_num_queued_reqs:
             raise OverloadedError(
-                f"{self.num_unfinished} requests are waiting or running; try again later", retry_after=later
+                f"{num_unfinished} requests are waiting or running; try again later", retry_after=later
             )
         if queued and queued + num_tokens > self.config.scheduler.resolved_max_num_queued_tokens:
             raise OverloadedError(f"{queued} prompt tokens are waiting; try again later", retry_after=later)
@@ -286,6 +294,12 @@ class AsyncLLM:
                 f"the first token is expected in {wait:.3g} s, but may take at most {min(limits):.3g} s (max_ttft)",
                 retry_after=max(1.0, wait - PREDICTED_SHARE * min(limits)),
             )
+
+    def _share_load(self) -> QueueLoad:
+        """Say what is queued here, and return what other clients of the engine have queued."""
+        if self.num_unfinished == 0:
+            self.ttft.clear()  # an engine's death empties it without an event for each request
+        return self.share_load(self.ttft.load(self.num_unfinished))
 
     async def generate(
         self,
@@ -510,6 +524,7 @@ class AsyncLLM:
         """As `abort`, for several requests and without a coroutine; call it on the event loop."""
         if self._requests is not None:
             self._requests.abort(request_ids)
+            self._share_load()
 
     def abort_from_anywhere(self, request_id: str) -> None:
         """As `abort`, from any thread, also when the event loop is closed already."""
@@ -603,6 +618,7 @@ class AsyncLLM:
                 else:
                     self._stats, self._sleep_level = message.stats, message.sleep_level
                     self._started().process(message)
+                    self._share_load()
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # task boundary: it ends every stream
@@ -637,6 +653,7 @@ class AsyncLLM:
             self._dead = error
         if self._requests is not None:
             self._requests.outputs.fail_all(self._dead)
+        self._share_load()
         self._fail_calls(self._dead)
 
     def _fail_calls(self, error: QuireError) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.outputs import RequestMetrics
 from quire.step import SchedulerStats
@@ -63,6 +63,22 @@ class StatListener(Protocol):
         """Report a request that ended."""
 
 
+class QueueLoad(NamedTuple):
+    """What a client of an engine has queued there.
+
+    Attributes:
+        num_requests: unfinished ones. num_tokens: of prompts that wait. rate: prompt tokens that begin per second; 0 if
+            none wait, or while unknown.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    rate: float = 0.0
+
+
+NO_LOAD = QueueLoad()
+
+
 class TTFTEstimator:
     """Estimates the time to the first token of a request, by the prompt tokens queued before it.
 
@@ -100,10 +116,18 @@ class TTFTEstimator:
             return None
         return self._done / seconds
 
-    def estimate(self, num_tokens: int = 0) -> float | None:
-        """Return the seconds to the first token of a request with so many prompt tokens; None while unknown."""
-        rate = self.rate
-        return None if rate is None else (self.num_queued_tokens + num_tokens) / rate
+    def estimate(self, num_tokens: int = 0, others: QueueLoad = NO_LOAD) -> float | None:
+        """Return the seconds to the first token of a request with so many prompt tokens; None while unknown.
+
+        Args:
+            others: what other clients of the engine have queued.
+        """
+        rate = (self.load(0).rate + others.rate) or self.rate
+        return None if rate is None else (self.num_queued_tokens + others.num_tokens + num_tokens) / rate
+
+    def load(self, num_requests: int) -> QueueLoad:
+        """Return what this queue is to others, with so many unfinished requests."""
+        return QueueLoad(num_requests, self.num_queued_tokens, (self.rate or 0.0) if self.num_queued_tokens else 0.0)
 
     def _advance(self) -> None:
         now = self._clock()

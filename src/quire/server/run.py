@@ -77,7 +77,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])
     faulthandler.register(DUMP_SIGNAL, started["stacks"])
-    board = Board(started["board"], started["num_rows"])
+    board = Board(started["board"], started["num_rows"], started["num_queues"])
     channel = Channel(socket.socket(fileno=started["channel"]))
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])
@@ -297,8 +297,8 @@ def create_pool(
     entries = [dataclasses.replace(entry, config=with_key_weights(entry.config)) for entry in entries]
     return ModelPool(
         [
-            _served(entry, make_llm, metrics.model(entry.names[0]), supervisor, essential=len(entries) == 1)
-            for entry in entries
+            _served(number, entry, make_llm, metrics.model(entry.names[0]), supervisor, essential=len(entries) == 1)
+            for number, entry in enumerate(entries)
         ],
         max_loaded=server.max_loaded_models,
         load_timeout=server.model_load_timeout,
@@ -308,6 +308,7 @@ def create_pool(
 
 
 def _served(
+    number: int,
     entry: ModelEntry,
     make_llm: MakeLLM,
     metrics: ModelMetrics,
@@ -321,6 +322,7 @@ def _served(
         llm = make_llm(entry.config, [metrics])
         metrics.attach(llm)
         if supervisor is not None:
+            llm.share_load = partial(supervisor.share_load, number)
             llm.adapters.on_change = partial(supervisor.publish, key)
             if key in supervisor.published:
                 llm.adapters.restore(supervisor.published[key])

@@ -16,7 +16,7 @@ from quire.engine.launch import LaunchedEngine, engine_options
 from quire.engine.process import ProcessClient
 from quire.errors import EngineDeadError
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.stats import StatListener
+from quire.frontend.stats import QueueLoad, StatListener
 from quire.server.errors import HTTPProblem, retry_headers
 from quire.server.fronts import FrontGoneError, Fronts
 from quire.server.limits import QuotaOwner
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
 ASK_SECONDS = 1.0
+RATE_SCALE = 1000  # the board has whole numbers only
 QUOTA_SECONDS = 2.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
 
 
@@ -85,6 +86,12 @@ class SupervisorClient(Fronts):
         """Record the bytes of bodies that this front has; return those of all fronts."""
         self._board.set_receiving_bytes(self.row, num_bytes)
         return self._board.receiving_bytes()
+
+    def share_load(self, queue: int, load: QueueLoad) -> QueueLoad:
+        """Record what this front has queued at an engine, by its number; return what the other fronts have."""
+        self._board.set_queue(self.row, queue, (load.num_requests, load.num_tokens, round(load.rate * RATE_SCALE)))
+        num_requests, num_tokens, rate = self._board.queue_of_others(self.row, queue)
+        return QueueLoad(num_requests, num_tokens, rate / RATE_SCALE)
 
     def is_crowded(self) -> bool:
         """Whether connections get scarce, those of all fronts counted."""

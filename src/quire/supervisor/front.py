@@ -68,7 +68,7 @@ class Front:
             "board": board_fd,
             "stacks": self._stacks,
         }
-        about = {"row": row, "num_rows": board.num_rows, "log": logs.settings()}
+        about = {"row": row, "num_rows": board.num_rows, "num_queues": board.num_queues, "log": logs.settings()}
         with theirs, os.fdopen(anonymous_file("quire-front"), "w+b") as options:  # no pipe: that could block
             options.write(json.dumps({**started, **inherited, **about}).encode())
             options.seek(0)

@@ -72,7 +72,7 @@ class Supervisor:
         self._url = url_of(listener, tls=server.ssl_certfile is not None)
         listener.setblocking(False)
         self._counter = counter_of(server)
-        self._board_fd, self._board = create_board(server.api_server_count)
+        self._board_fd, self._board = create_board(server.api_server_count, len(started.get("entries") or [None]))
         self._queue = ConnectionQueue(*socket.socketpair(socket.AF_UNIX, QUEUE_KIND))
         self._queued: dict[int, Accepted] = {}  # those in the queue, or just taken from it
         self._waiting = WaitingConnections(
