@@ -168,7 +168,7 @@ def held(live: LiveServer) -> dict[str, int]:
         "ids": len(outputs._ids),
         "calls": len(llm._calls),
         "waiting prompt tokens": llm.ttft.num_queued_tokens if llm.num_unfinished else 0,
-        "places of keys": sum([quota.num_running for quota in context.keys._quotas.values()]),
+        "held of the limits of keys": len(context.fronts.quotas._share._held),
         "records": len(context.records._live),
         "tasks of records": len(context.records._tasks),
         "unfinished responses": len(context.responses._running),
