@@ -44,7 +44,8 @@ class _Hold:
 
     Attributes:
         num_users: running requests that need it. uses: the numbers of those that the leader counts; a model with users
-            has at least one. attached: whether this front uses its engine, or is about to.
+            has at least one, unless models stay in memory. attached: whether this front uses, or is about to use, its
+            engine.
     """
 
     num_users: int = 0
@@ -73,7 +74,7 @@ class SharedModels(ModelList):
         super().__init__(pool.models)
         self._pool = pool
         self._fronts = fronts
-        self._keeps = pool.keeps_all and not may_unload
+        self._stays = pool.keeps_all and not may_unload  # what is in memory, so that nobody need be asked
         self._holds = {model.names[0]: _Hold() for model in pool.models}
         self._uses: dict[int, dict[int, _Use]] = {}  # of other fronts, by their rows and numbers, while this one leads
         self._numbers = itertools.count(1)
@@ -277,8 +278,9 @@ class SharedModels(ModelList):
         if self._leads:
             return self._decided.is_set() and model.available
         view, llm = model.view, model.llm
-        held = bool(self._holds[model.names[0]].uses) and view is not None and not view["draining"]
-        return held and llm.ready and not llm.is_sleeping
+        if view is None or not llm.ready or llm.is_sleeping:
+            return False
+        return self._stays or (bool(self._holds[model.names[0]].uses) and not view["draining"])
 
     async def acquire(self, model: ServedModel) -> None:
         """Have a model ready, and keep it so until `release`; may be cancelled. Raises as `ModelPool.acquire`."""
@@ -354,7 +356,7 @@ class SharedModels(ModelList):
             self._pool.release(model)
             return
         hold.num_users -= 1
-        if not hold.num_users and not self._keeps:
+        if not hold.num_users and hold.uses:
             numbers = list(hold.uses)
             hold.uses.clear()
             self._give_back(numbers)
