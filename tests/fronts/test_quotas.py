@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.fronts import client_of, stopped, wait_for_fronts
+from tests.helpers.fronts import client_of, fronts_of, stopped, wait_for_fronts
 from tests.helpers.server import Server, serve
 
 KEYS = """
@@ -143,6 +143,22 @@ def test_a_front_that_dies_gives_back_its_requests_but_no_rate(server: Server) -
             answers = [ask(client, "killed") for client in (third, second, third)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+
+
+def test_a_front_that_starts_while_the_file_of_keys_is_broken_has_the_keys_as_they_were(
+    keys: Path, server: Server
+) -> None:
+    text = keys.read_text()
+    pids = wait_for_fronts(server, 2)
+    keys.write_text("- {")
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: pids[0] not in fronts_of(server))
+    [new] = set(wait_for_fronts(server, 2)) - set(pids)
+    with client_of(server, new) as client:
+        assert ask(client, "stuck").headers["x-ratelimit-limit-requests"] == "100"
+        assert ask(client, "nobody").status_code == 401
+        keys.write_text(text.replace("requests_per_minute: 100}", "requests_per_minute: 200}"))
+        wait_until(lambda: ask(client, "stuck").headers["x-ratelimit-limit-requests"] == "200")
 
 
 def test_a_supervisor_that_does_not_answer_ends_no_request_but_those_with_limits(

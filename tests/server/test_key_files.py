@@ -19,6 +19,7 @@ from quire.errors import ConfigError, ModelError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.auth import ApiKeys, read_keys, with_key_weights
+from quire.server.fronts import Fronts
 from quire.server.metrics import Metrics
 from quire.server.model_entry import ModelEntry
 from quire.server.run import create_pool
@@ -187,15 +188,41 @@ def test_reading_again_adds_and_removes_keys_and_keeps_them_where_the_file_is_br
     assert keys.tenant(digest, "ann") == "", "a request of a key that has gone may end"
 
 
+@pytest.mark.parametrize("broken", ["", "- {", "- given", None])
+def test_a_front_that_is_replaced_while_the_file_is_broken_has_the_keys_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
+) -> None:
+    path = write(tmp_path, "- {key: abc, name: ann, requests_per_minute: 5, weight: 2}\n- other")
+    fronts = Fronts()
+    config = server_config(api_key_file=path, scheduling_policy="fair")
+    weighted = with_key_weights(config, fronts)
+    first = ApiKeys(["given"], path, fronts)
+    if broken is None:
+        os.unlink(path)
+    else:
+        write(tmp_path, broken)
+    later = ApiKeys(["given"], path, fronts)
+    assert "the keys stay as they were" in caplog.text
+    digest = hashlib.sha256(b"abc").digest()
+    assert later.get(digest) == first.get(digest)
+    assert allowed(later, "given") and allowed(later, "other") and not allowed(later, "nobody")
+    assert with_key_weights(config, fronts) == weighted
+    with pytest.raises(ConfigError, match="api_key_file"):
+        ApiKeys(["given"], path, Fronts())
+
+
 def test_weights_of_keys_reach_the_scheduler(tmp_path: Path) -> None:
     path = write(tmp_path, "- {key: a, name: ann, weight: 2.5}\n- {key: b, name: bob}")
-    config = with_key_weights(server_config(api_key_file=path, scheduling_policy="fair", tenant_weights={"eve": 3}))
+    fronts = Fronts()
+    config = with_key_weights(
+        server_config(api_key_file=path, scheduling_policy="fair", tenant_weights={"eve": 3}), fronts
+    )
     assert config.scheduler.tenant_weights == {"eve": 3, "ann": 2.5}
     with pytest.raises(ConfigError, match="scheduling_policy fair"):
-        with_key_weights(server_config(api_key_file=path))
+        with_key_weights(server_config(api_key_file=path), fronts)
     with pytest.raises(ConfigError, match="tenant_weights contradicts api_key_file"):
-        with_key_weights(server_config(api_key_file=path, scheduling_policy="fair", tenant_weights={"ann": 1}))
-    assert with_key_weights(server_config()) == server_config()
+        with_key_weights(server_config(api_key_file=path, scheduling_policy="fair", tenant_weights={"ann": 1}), fronts)
+    assert with_key_weights(server_config(), fronts) == server_config()
 
 
 def test_a_server_of_one_model_starts_with_the_weights_of_its_keys(tmp_path: Path) -> None:

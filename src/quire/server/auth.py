@@ -8,6 +8,7 @@ entry, never a key.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -21,7 +22,8 @@ import yaml
 from quire.config import EngineConfig
 from quire.errors import ConfigError, echo
 from quire.server.errors import HTTPProblem
-from quire.server.limits import ApiKey, Quota, QuotaOwner
+from quire.server.fronts import Fronts
+from quire.server.limits import ApiKey, Quota
 from quire.server.paths import is_open
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 COUNTS = ("max_concurrency", "requests_per_minute", "tokens_per_minute")
 FIELDS = ("key", "name", *COUNTS, "weight", "min_priority")
 MAX_NUMBER = 10**9
+KEYS, WEIGHTS = "api_keys", "api_key_weights"  # what fronts publish
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -41,14 +44,15 @@ class ApiKeys:
     """The configured keys; without keys, every request is accepted.
 
     Args:
-        keys: without limits. file: with more keys, which may have limits. owner: of their quotas.
+        keys: without limits. file: with more keys, which may have limits.
+        fronts: with the owner of quotas, and with the keys as they were, for a front that starts when the file is broken.
 
     Raises:
         ConfigError: an unusable key, or file.
     """
 
-    def __init__(self, keys: Iterable[str], file: str | None = None, owner: QuotaOwner | None = None) -> None:
-        self._owner = owner or QuotaOwner()
+    def __init__(self, keys: Iterable[str], file: str | None = None, fronts: Fronts | None = None) -> None:
+        self._fronts = fronts or Fronts()
         self._file = file
         self._from_options: dict[bytes, ApiKey] = {}
         for number, key in enumerate(keys):
@@ -57,7 +61,15 @@ class ApiKeys:
             self._from_options.setdefault(digest_of(key.encode()), ApiKey(name=f"key-{number}"))
         self._keys: dict[bytes, ApiKey] = {}
         self._quotas: dict[bytes, Quota] = {}
-        self._replace(self._read())
+        try:
+            found = self._read()
+        except ConfigError as error:
+            if KEYS not in self._fronts.published:
+                raise
+            logger.error("%s; the keys stay as they were", error.message)
+            published = self._fronts.published[KEYS]
+            found = {bytes.fromhex(digest): ApiKey(**key) for digest, key in published.items()}
+        self._replace(found)
 
     @property
     def required(self) -> bool:
@@ -95,10 +107,12 @@ class ApiKeys:
         """Replace the keys; requests that run already get the new limits, too."""
         quotas = {}
         for digest, key in keys.items():
-            quota = self._quotas.get(digest) or Quota(digest.hex(), key, self._owner)
+            quota = self._quotas.get(digest) or Quota(digest.hex(), key, self._fronts.quotas)
             quota.key = key
             quotas[digest] = quota
         self._keys, self._quotas = keys, quotas
+        if self._file is not None:
+            self._fronts.publish(KEYS, {digest.hex(): dataclasses.asdict(key) for digest, key in keys.items()})
 
     def check(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
         """Return the digest of the caller's key, or None where no key is needed.
@@ -157,8 +171,11 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def with_key_weights(config: EngineConfig) -> EngineConfig:
+def with_key_weights(config: EngineConfig, fronts: Fronts) -> EngineConfig:
     """Return the config with the weights of the key file among `tenant_weights`. They are read only at the start.
+
+    Args:
+        fronts: the first front has read them, for later ones, too.
 
     Raises:
         ConfigError: the file is unusable, or its weights contradict an option.
@@ -166,7 +183,10 @@ def with_key_weights(config: EngineConfig) -> EngineConfig:
     path = config.server.api_key_file
     if path is None:
         return config
-    weights = {key.name: key.weight for key in read_keys(path).values() if key.weight is not None}
+    if WEIGHTS not in fronts.published:
+        keys = read_keys(path).values()
+        fronts.publish(WEIGHTS, {key.name: key.weight for key in keys if key.weight is not None})
+    weights: dict[str, float] = fronts.published[WEIGHTS]
     if not weights:
         return config
     if config.scheduler.scheduling_policy != "fair":

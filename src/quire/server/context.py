@@ -50,7 +50,7 @@ class ServerContext:
         self.config = config
         self.metrics = metrics
         self.fronts = fronts
-        self.keys = ApiKeys(config.server.api_key, config.server.api_key_file, fronts.quotas)
+        self.keys = ApiKeys(config.server.api_key, config.server.api_key_file, fronts)
         self.admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
         self.jobs: set[Abortable] = set()

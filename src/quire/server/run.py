@@ -34,6 +34,7 @@ from quire.frontend.stats import StatListener
 from quire.server.app import build_app
 from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.context import ServerContext
+from quire.server.fronts import Fronts
 from quire.server.health import liveness
 from quire.server.http_server import HttpServer, reload_certificate, uvicorn_config
 from quire.server.json_io import return_large_blocks
@@ -294,7 +295,9 @@ def create_pool(
     supervisor: SupervisorClient | None = None,
 ) -> ModelPool:
     """Return the pool of these models, none of them started; their adapters are published by the supervisor."""
-    entries = [dataclasses.replace(entry, config=with_key_weights(entry.config)) for entry in entries]
+    entries = [
+        dataclasses.replace(entry, config=with_key_weights(entry.config, supervisor or Fronts())) for entry in entries
+    ]
     return ModelPool(
         [
             _served(number, entry, make_llm, metrics.model(entry.names[0]), supervisor, essential=len(entries) == 1)
