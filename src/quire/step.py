@@ -448,7 +448,8 @@ class SchedulerStats(msgspec.Struct):
     Of the device's blocks, free or not, `num_layerwise_blocks` are layer-wise offloaded (`kvcache/layerwise.py`).
     `running_adapters` and `waiting_adapters` are the names of LoRA adapters of requests that run, and that wait.
     `num_discarded_tokens`, of the scheduled ones, were computed in vain: for sequences that had ended before that was
-    known, or after drafts that were not confirmed.
+    known, or after drafts that were not confirmed. `num_new_tokens`, of the scheduled ones, are those since the last
+    snapshot that a client was sent; of several clients, one is sent them.
     `step_seconds` is the time from step to step while there was work; in `host_gap_seconds` of these, the device waited
     for the host.
     """
@@ -471,6 +472,7 @@ class SchedulerStats(msgspec.Struct):
     disk_cache_hits: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_new_tokens: int = 0
     num_discarded_tokens: int = 0
     step_seconds: float = 0.0
     host_gap_seconds: float = 0.0

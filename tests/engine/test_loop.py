@@ -118,6 +118,15 @@ def test_calls_are_answered_to_whom_they_come_from(core: EngineCore) -> None:
     assert type(error) is ConfigError and (error.param, error.code) == ("method", "invalid_config")
 
 
+def test_each_scheduled_token_is_reported_to_one_client(core: EngineCore) -> None:
+    clients = served(core, [(0, request("a", 8)), (1, request("b", 12))], [(0, request("c", 3))])
+    messages = [message for sent in clients.sent.values() for message in sent]
+    sent = [message.stats for message in messages if isinstance(message, EngineOutputs)]
+    total = core.call("stats")["num_scheduled_tokens"]
+    assert sum(stats.num_new_tokens for stats in sent) == total > 23
+    assert any(stats.num_new_tokens == 0 for stats in sent), "both got outputs of one step"
+
+
 def test_requests_that_end_before_a_step_sees_them_are_heard_of(core: EngineCore) -> None:
     clients = served(core, [(0, request("a")), (0, AbortRequests(["a"]))], connected=(0,))
     [last] = clients.sent[0]

@@ -130,11 +130,11 @@ def test_counters_go_on_when_another_engine_begins_at_zero() -> None:
         names = ("vllm:num_preemptions_total", "quire:engine_steps_total", "vllm:iteration_tokens_total_sum")
         return tuple(metrics.registry.get_sample_value(name, labels) for name in names)
 
-    model.on_step(SchedulerStats(num_steps=10, num_preemptions=3, num_scheduled_tokens=70), 0, 0)
+    model.on_step(SchedulerStats(num_steps=10, num_preemptions=3, num_new_tokens=70), 0, 0)
     assert counted() == (3, 10, 70)
-    model.on_step(SchedulerStats(num_steps=1, num_preemptions=0, num_scheduled_tokens=5), 0, 0)
+    model.on_step(SchedulerStats(num_steps=1, num_preemptions=0, num_new_tokens=5), 0, 0)
     assert counted() == (3, 11, 75)
-    model.on_step(SchedulerStats(num_steps=2, num_preemptions=1, num_scheduled_tokens=9), 0, 0)
+    model.on_step(SchedulerStats(num_steps=2, num_preemptions=1, num_new_tokens=4), 0, 0)
     assert counted() == (4, 12, 79)
 
 
@@ -165,7 +165,7 @@ def test_models_of_one_server_have_values_of_their_own() -> None:
     assert value("vllm:admission_rejections_total", "two", reason="queue_full") == 1
     assert metrics.registry.get_sample_value("quire:rejected_total", {"reason": "rate_limit"}) == 1
     assert value("vllm:admission_rejections_total", "one", reason="rate_limit") == 0, "nobody knows which it was for"
-    text = metrics.render("")[0].decode()
+    text = asyncio.run(metrics.render(""))[0].decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), "each is described once"
 
@@ -285,6 +285,10 @@ def test_the_line_of_the_log() -> None:
         "host KV cache 25.0%, prefix cache hits 25.0%"
     )
     assert log.line(SchedulerStats()) is None
+    log.add(10, 10)
+    now[0] = 15.0
+    together = log.line(SchedulerStats(), [(40, 10), (0, 30)])
+    assert together is not None and together.startswith("prompt 10.0 tokens/s, generation 10.0 tokens/s, ")
     now[0] = 20.0
     line = log.line(SchedulerStats(num_running=1, num_blocks=10, step_seconds=8.0, host_gap_seconds=0.2))
     assert line is not None and line.endswith(", prefix cache hits 0.0%, host gap 2.5%")

@@ -162,7 +162,8 @@ def test_only_the_last_ones_are_kept() -> None:
         records.begin(named)
         records.end(named)
     assert len(records._by_name) == MAX_FINISHED + 1
-    assert records.find(None, "shared").response_id == str(MAX_FINISHED + 4)
+    shared = records.find(None, "shared")
+    assert shared is not None and shared.response_id == str(MAX_FINISHED + 4)
     for number in range(200):
         many: Any = Named(number, num_prompts=256)
         records.begin(many)

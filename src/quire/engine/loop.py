@@ -166,6 +166,7 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
         core.on_plans = _announcing(core, observer)
     owners = RequestOwners()
     idle_sent = True  # whether clients were sent that nothing runs
+    num_reported = 0  # scheduled tokens of which a client was told
     while not clients.closed:
         idle = not core.has_unfinished()
         if idle:
@@ -183,7 +184,11 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
             outputs = core.step()
             observer.end_work()
             idle_sent = not core.has_unfinished()
-            _send(clients, owners.split(outputs.outputs), outputs, to_all=idle_sent)
+            split = owners.split(outputs.outputs)
+            if clients.connected if idle_sent else split:
+                num_scheduled = outputs.stats.num_scheduled_tokens
+                outputs.stats.num_new_tokens, num_reported = num_scheduled - num_reported, num_scheduled
+            _send(clients, split, outputs, to_all=idle_sent)
         elif not idle_sent:
             # The last requests were aborted before a step saw them: clients' gauges would keep showing them.
             _send(clients, {}, core.snapshot(), to_all=True)
@@ -192,8 +197,11 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
 
 def _send(clients: Clients, split: dict[int, list[SequenceOutput]], step: EngineOutputs, *, to_all: bool) -> None:
     """Send each client its outputs of a step; `to_all`: those without any are sent the state of the engine."""
+    stats = step.stats
     for client_index in clients.connected if to_all else split:
-        clients.send(client_index, msgspec.structs.replace(step, outputs=split.get(client_index, [])))
+        clients.send(client_index, msgspec.structs.replace(step, outputs=split.get(client_index, []), stats=stats))
+        if stats.num_new_tokens:
+            stats = msgspec.structs.replace(stats, num_new_tokens=0)
 
 
 def _announcing(core: EngineCore, observer: LoopObserver) -> Callable[[list[SchedulerOutput]], None]:

@@ -133,11 +133,12 @@ class AsyncLLM:
         self._waiting_threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self._stats_call = 0  # the latest one of `_refresh_stats`
+        self._stats_call = 0  # the latest one of `refresh_stats`
         self._num_admitting = 0
         self._dead: QuireError | None = None
         self._stats = SchedulerStats()
         self.share_load: Callable[[QueueLoad], QueueLoad] = lambda load: NO_LOAD
+        self._stats_time = 0.0
         self.max_num_queued_reqs = self.config.scheduler.resolved_max_num_queued_reqs
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_level = 0  # as the engine has last said
@@ -178,7 +179,7 @@ class AsyncLLM:
                 ready,
                 self._client.send,
                 listeners=self._listeners,
-                on_idle=self._refresh_stats,
+                on_idle=self.refresh_stats,
             )
         except BaseException as error:
             self._dead = error if isinstance(error, QuireError) else EngineDeadError("the engine did not start")
@@ -617,6 +618,7 @@ class AsyncLLM:
                     self._answer(message)
                 else:
                     self._stats, self._sleep_level = message.stats, message.sleep_level
+                    self._stats_time = message.timestamp
                     self._started().process(message)
                     self._share_load()
         except EngineDeadError as error:
@@ -625,7 +627,7 @@ class AsyncLLM:
             logger.exception("the frontend failed")
             self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}"))
 
-    def _refresh_stats(self) -> None:
+    def refresh_stats(self) -> None:
         """Request new numbers: an idle engine sends nothing, so those of its last step would stay."""
         if self._client.running:
             self._stats_call = self._send_call("stats")
@@ -635,11 +637,11 @@ class AsyncLLM:
 
     def _on_engine_restart(self) -> None:
         self._sleep_level = 0  # a new engine is awake
-        self._refresh_stats()
+        self.refresh_stats()
 
     def _answer(self, result: CallResult) -> None:
         if result.call_id == self._stats_call and result.value is not None:
-            self._stats = msgspec.convert(result.value, SchedulerStats)
+            self._stats, self._stats_time = msgspec.convert(result.value, SchedulerStats), time.monotonic()
         answer = self._calls.pop(result.call_id, None)
         if answer is None or answer.done():
             return  # the caller was cancelled
@@ -706,6 +708,11 @@ class AsyncLLM:
     def stats(self) -> SchedulerStats:
         """The scheduler's numbers after the latest step, or after the abort that left nothing to do."""
         return self._stats
+
+    @property
+    def stats_time(self) -> float:
+        """When `stats` came [monotonic seconds]; 0.0 before the first ones."""
+        return self._stats_time
 
     @property
     def num_unfinished(self) -> int:

@@ -67,6 +67,8 @@ def build_app(
     if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context
+    health.answer_fronts(context)
+    playground.answer_fronts(context)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     _describe_in_thread(app)
     app.add_middleware(Gate, context=context)

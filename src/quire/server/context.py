@@ -56,6 +56,7 @@ class ServerContext:
         self.jobs: set[Abortable] = set()
         self.responses = ResponseStore(config.server, slot=fronts.row)
         self.records = RequestRecords()
+        self.records.answer_fronts(fronts)
         endpoint = config.server.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self._num_open = 0

@@ -82,8 +82,19 @@ async def ping(request: Request) -> Response:
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """Return the number of open requests."""
-    return json_response({"server_load": context_of(request).num_open})
+    """Return the number of open requests, those of all fronts."""
+    context = context_of(request)
+    others = await context.fronts.ask_others("load")
+    return json_response({"server_load": context.num_open + sum(others.values())})
+
+
+def answer_fronts(context: ServerContext) -> None:
+    """Answer what other fronts ask about the load."""
+
+    async def load(value: None) -> int:
+        return context.num_open
+
+    context.fronts.handlers["load"] = load
 
 
 def _answer(status: str, *, explain: bool = False) -> Response:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -21,6 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import FinishedRequest
 from quire.server.fronts import Fronts
+from quire.server.metric_sums import Snapshot, Sums, Totals, add_up
 from quire.step import STATS_COUNTERS, SchedulerStats
 
 REJECTIONS = ("queue_full", "rate_limit", "shutting_down", "loading")
@@ -31,6 +33,8 @@ ENGINE = "0"
 LABELS = ("model_name", "engine")
 LAG_PERIOD = 0.25
 HISTORY_SECONDS = 300
+PUBLISH_SECONDS = 5.0
+PUBLISHED = "metrics/"  # and the row of the front
 
 
 def _buckets(text: str) -> tuple[float, ...]:
@@ -82,6 +86,10 @@ class Metrics:
 
     def __init__(self, fronts: Fronts | None = None) -> None:
         self._fronts = fronts or Fronts()
+        self._fronts.handlers |= {"metrics": self._answer, "log": self._log_shares}
+        self._key = f"{PUBLISHED}{self._fronts.row}"
+        replaced = self._fronts.published.get(self._key)  # of the front whose place this one takes
+        self._replaced = Snapshot([], {}) if replaced is None else Snapshot.decode(replaced)
         self.registry = CollectorRegistry()
         self._models: dict[str, ModelMetrics] = {}
         self._rejected = Counter("quire:rejected", "Rejected requests, by reason.", ("reason",), registry=self.registry)
@@ -113,7 +121,7 @@ class Metrics:
         They are a listener for the model's `AsyncLLM`, and must be attached to it.
         """
         if name not in self._models:
-            self._models[name] = ModelMetrics(name, REJECTIONS)
+            self._models[name] = ModelMetrics(name, REJECTIONS, self._replaced.totals.get(name))
         return self._models[name]
 
     def on_rejected(self, reason: str, model: str | None = None) -> None:
@@ -145,10 +153,59 @@ class Metrics:
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the text for a scrape, in the format that suits the Accept header, and its content type."""
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """Return the text for a scrape, in the format that suits the Accept header, and its content type.
+
+        Of a front that does not react it has what that has published last. All that is shown has been published before,
+        so that counters do not go back when a front dies.
+        """
+        await self._fronts.ask_others("metrics")
+        snapshots = [self.publish()]
+        for key, published in self._fronts.published.items():
+            if key.startswith(PUBLISHED) and key != self._key:
+                snapshot = Snapshot.decode(published)
+                alive = int(key.removeprefix(PUBLISHED)) in self._fronts.rows
+                snapshots.append(snapshot if alive else snapshot.counts())
         encoder, content_type = choose_encoder(accept)
-        return encoder(self.registry), content_type
+        return encoder(Sums(add_up(snapshots))), content_type  # type: ignore[arg-type]
+
+    def publish(self) -> Snapshot:
+        """Give all fronts, and the one that may replace this one, the metrics of this front; return them."""
+        own = Snapshot.of(self.registry.collect(), {name: model.totals() for name, model in self._models.items()})
+        if self._replaced.families:
+            own = Snapshot.of(add_up([own, self._replaced.own_counts()]), own.totals)
+        self._fronts.publish(self._key, own.encode())
+        return own
+
+    async def log_lines(self) -> list[str]:
+        """Return the lines about throughput since the last call, one for each model, of all fronts together."""
+        others = await self._fronts.ask_others("log")
+        lines = []
+        for name, model in self._models.items():
+            shares = [msgspec.convert(other[name], LogShare) for other in others.values() if name in other]
+            stats, _ = max([model.latest(), *((share.stats, share.time) for share in shares)], key=lambda pair: pair[1])
+            line = model.log.line(stats, [share.tokens for share in shares])
+            if line is not None:
+                lines.append(f"{name}: {line}" if len(self._models) > 1 else line)
+        return lines
+
+    async def _log_shares(self, value: Any) -> Any:
+        """Return what the front that writes the lines needs of this one."""
+        shares = {}
+        for name, model in self._models.items():
+            stats, time_of_stats = model.latest()
+            shares[name] = LogShare(model.log.take(stats), stats, time_of_stats)
+        return msgspec.to_builtins(shares)
+
+    async def publish_often(self) -> None:
+        """Publish every `PUBLISH_SECONDS`, until cancelled: so much is lost at most when this process dies."""
+        while True:
+            await asyncio.sleep(PUBLISH_SECONDS)
+            self.publish()
+
+    async def _answer(self, value: Any) -> None:
+        """Publish, because another front needs it: what is published arrives there before the answer."""
+        self.publish()
 
     def describe(self) -> list[Metric]:
         """Return nothing: the registry learns the names at collection."""
@@ -176,21 +233,22 @@ class ModelMetrics:
 
     Args:
         model_name: value of the label. rejections: reasons of rejections that are there from the beginning, with zero.
+        known: what the front whose place this one takes had heard of the model's engines.
 
     Attributes:
         history: for the playground. log: for the line about throughput.
     """
 
-    def __init__(self, model_name: str, rejections: Iterable[str] = ()) -> None:
+    def __init__(self, model_name: str, rejections: Iterable[str] = (), known: Totals | None = None) -> None:
         self.model_name = model_name
         self.history = History()
         self.log = StatsLog()
         self._labels = (model_name, ENGINE)
         self._metrics: list[MetricWrapperBase] = []
         self._llm: AsyncLLM | None = None
-        self._before = (0, 0)  # restarts and quarantined requests of the engines that were attached before
-        self._total = _Total()
-        self._num_scheduled = 0
+        # Restarts and quarantined requests of the engines that were attached before.
+        self._before = (0 if known is None else known.num_restarts, 0)
+        self._total = _Total() if known is None else _Total(known.before, known.latest)
         self._sleep_level = 0
         self._histograms = {key: self._histogram(*item) for key, item in HISTOGRAMS.items()}
         self._lengths: dict[str, Histogram] = {}
@@ -237,12 +295,9 @@ class ModelMetrics:
             self._prompt_tokens.inc(num_prompt_tokens)
         if num_generation_tokens:
             self._generation_tokens.inc(num_generation_tokens)
-        if self._total.take(stats):
-            self._num_scheduled = 0
-        scheduled = stats.num_scheduled_tokens - self._num_scheduled
-        if scheduled > 0:
-            self._histograms["step_tokens"].observe(scheduled)
-            self._num_scheduled = stats.num_scheduled_tokens
+        self._total.take(stats)
+        if stats.num_new_tokens:
+            self._histograms["step_tokens"].observe(stats.num_new_tokens)
 
     def on_first_token(self, seconds: float) -> None:
         """Count the time to a first token."""
@@ -305,6 +360,15 @@ class ModelMetrics:
         self._sleep_level = level
 
     # ---- a scrape ----
+
+    def latest(self) -> tuple[SchedulerStats, float]:
+        """Return the engine's newest numbers, and when they came [monotonic seconds]."""
+        return (SchedulerStats(), 0.0) if self._llm is None else (self._llm.stats, self._llm.stats_time)
+
+    def totals(self) -> Totals:
+        """Return what is known of the model's engines."""
+        restarts = self._before[0] + (0 if self._llm is None else self._llm.num_restarts)
+        return Totals(self._total.before, self._total.latest, restarts, self.latest()[1])
 
     def collect(self) -> Iterable[Metric]:
         """Yield everything, as prometheus_client's collectors do."""
@@ -462,22 +526,30 @@ def one_two_five(most: int) -> tuple[int, ...]:
 class _Total:
     """The counters of all engines that a model has had, one after the other; each began at zero."""
 
-    def __init__(self) -> None:
-        self._before: dict[str, float] = dict.fromkeys(STATS_COUNTERS, 0)
-        self._latest = SchedulerStats()
+    def __init__(self, before: dict[str, float] | None = None, latest: SchedulerStats | None = None) -> None:
+        self.before = dict.fromkeys(STATS_COUNTERS, 0.0) if before is None else before
+        self.latest = SchedulerStats() if latest is None else latest
 
-    def take(self, stats: SchedulerStats) -> bool:
-        """Take over a newer snapshot; return whether it is another engine's than the last one."""
-        latest, self._latest = self._latest, stats
-        if stats is latest or stats.num_steps >= latest.num_steps:
-            return False
-        for name in STATS_COUNTERS:
-            self._before[name] += getattr(latest, name)
-        return True
+    def take(self, stats: SchedulerStats) -> None:
+        """Take over a newer snapshot. One without steps may only mean that none has come so far."""
+        if stats is self.latest or stats.num_steps < min(self.latest.num_steps, 1):
+            return
+        latest, self.latest = self.latest, stats
+        if stats.num_steps < latest.num_steps:  # another engine's
+            for name in STATS_COUNTERS:
+                self.before[name] += getattr(latest, name)
 
     def values(self) -> dict[str, float]:
         """Return the sums."""
-        return {name: before + getattr(self._latest, name) for name, before in self._before.items()}
+        return {name: before + getattr(self.latest, name) for name, before in self.before.items()}
+
+
+class LogShare(msgspec.Struct):
+    """What one front contributes to a line: tokens as `StatsLog.take` returns them, and the engine's numbers."""
+
+    tokens: tuple[int, int]
+    stats: SchedulerStats
+    time: float
 
 
 class StatsLog:
@@ -495,17 +567,22 @@ class StatsLog:
         self._prompt_tokens += num_prompt_tokens
         self._generation_tokens += num_generation_tokens
 
-    def line(self, latest: SchedulerStats) -> str | None:
+    def take(self, latest: SchedulerStats) -> tuple[int, int]:
+        """Return the tokens of prompts and those generated since the last call. `latest`: as in `line`."""
+        self._since, self._before = self._clock(), latest
+        tokens = (self._prompt_tokens, self._generation_tokens)
+        self._prompt_tokens = self._generation_tokens = 0
+        return tokens
+
+    def line(self, latest: SchedulerStats, others: Iterable[tuple[int, int]] = ()) -> str | None:
         """Return the line for the time since the last call, or None if nothing happened in it.
 
         Args:
-            latest: the scheduler's newest numbers.
+            latest: the scheduler's newest numbers. others: tokens of other fronts, as `take` has returned them there.
         """
-        now = self._clock()
-        seconds, self._since = max(now - self._since, 1e-9), now
-        prompt, self._prompt_tokens = self._prompt_tokens, 0
-        generation, self._generation_tokens = self._generation_tokens, 0
-        before, self._before = self._before, latest
+        since, before = self._since, self._before
+        prompt, generation = map(sum, zip(self.take(latest), *others, strict=True))
+        seconds = max(self._since - since, 1e-9)
         if latest.num_steps < before.num_steps:
             before = SchedulerStats()  # of an engine that was replaced
         if not prompt and not generation and not latest.num_running and not latest.num_waiting:
@@ -546,6 +623,26 @@ class Second(msgspec.Struct, array_like=True):
     kv_usage: float = 0.0
     cache_queries: int = 0
     cache_hits: int = 0
+
+
+def merged(histories: Sequence[Sequence[Second]]) -> list[Second]:
+    """Return what several fronts have seen in each second, in order; of the engine's state they may differ."""
+    if len(histories) == 1:
+        return list(histories[0])
+    found: dict[int, Second] = {}
+    for second in [second for history in histories for second in history]:
+        known = found.setdefault(second.number, Second(second.number))
+        for name in SUMMED_IN_SECOND:
+            setattr(known, name, getattr(known, name) + getattr(second, name))
+        for name in LARGEST_IN_SECOND:
+            setattr(known, name, max(getattr(known, name), getattr(second, name)))
+    return [found[number] for number in sorted(found)]
+
+
+SUMMED_IN_SECOND = ("prompt_tokens", "generated_tokens", "num_first", "sum_first", "num_next", "sum_next")
+LARGEST_IN_SECOND = tuple(
+    name for name in Second.__struct_fields__ if name not in SUMMED_IN_SECOND and name != "number"
+)
 
 
 class History:

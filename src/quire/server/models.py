@@ -75,5 +75,5 @@ async def metrics(request: Request) -> Response:
     context = context_of(request)
     if context.metrics is None:
         raise HTTPProblem(404, "this server counts nothing", code="unknown_url")
-    text, content_type = context.metrics.render(request.headers.get("accept", ""))
+    text, content_type = await context.metrics.render(request.headers.get("accept", ""))
     return Response(text, media_type=content_type)

@@ -7,6 +7,7 @@ However many pages poll, the engine gets one call for all of them, at most every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
@@ -24,11 +25,14 @@ from quire.engine.messages import MAX_SHOWN
 from quire.errors import QuireError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.context import ServerContext, context_of
+from quire.server.fronts import FrontGoneError
 from quire.server.json_io import json_response
-from quire.server.metrics import HISTORY_SECONDS
+from quire.server.metrics import HISTORY_SECONDS, Second, merged
 from quire.server.parsing import QuerySchema, read_query
 from quire.server.paths import PAGE_FOLDER, STATE_PATH, page_path
+from quire.server.relay import forward, is_relayed
 from quire.server.served_model import ServedModel
+from quire.step import SchedulerStats
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -88,13 +92,18 @@ def make_router() -> APIRouter:
     async def state(request: Request) -> Response:
         """Describe an engine: its state, its statistics, the last minutes, and its KV cache."""
         context = context_of(request)
+        leader = context.fronts.leader
+        if leader != context.fronts.row and not is_relayed(request.scope):
+            with contextlib.suppress(FrontGoneError):
+                return await forward(request, leader)
         query = read_query(request, QUERY)
         model = context.models.first if "model" not in query else context.models.find(query["model"])
+        numbers = await numbers_of_all(context, model, query.get("since", 0))
         latest = snapshots.setdefault(model.names[0], EngineSnapshots())
-        await latest.refresh(model.llm)
+        await latest.refresh(model.llm, numbers.stats)
         digest = request.scope["state"].get("key_digest")
         tenant = context.keys.tenant(digest, None) if context.keys.several else None
-        answer = _describe(context, model, latest, tenant, query)
+        answer = _describe(context, model, latest, tenant, query, numbers)
         return json_response(answer, headers={"Cache-Control": "no-store"})
 
     for path, file in load_files().items():
@@ -125,21 +134,55 @@ def engine_state(context: ServerContext, model: ServedModel) -> str:
     return "stalled" if model.llm.stalled else "ready"
 
 
+class Numbers(msgspec.Struct):
+    """What a front knows of a model: the engine's statistics and when they came, and the last seconds."""
+
+    stats: SchedulerStats
+    time: float
+    seconds: list[Second]
+
+
+def _numbers(context: ServerContext, model: ServedModel, since: int) -> Numbers:
+    metrics = None if context.metrics is None else context.metrics.model(model.names[0])
+    return Numbers(model.llm.stats, model.llm.stats_time, [] if metrics is None else metrics.history.since(since))
+
+
+async def numbers_of_all(context: ServerContext, model: ServedModel, since: int) -> Numbers:
+    """Return the newest statistics that any front has, and the seconds of all of them."""
+    found = [_numbers(context, model, since)]
+    others = await context.fronts.ask_others("numbers", {"model": model.names[0], "since": since})
+    found += [msgspec.convert(other, Numbers) for other in others.values()]
+    newest = max(found, key=lambda numbers: numbers.time)
+    return Numbers(newest.stats, newest.time, merged([numbers.seconds for numbers in found]))
+
+
+def answer_fronts(context: ServerContext) -> None:
+    """Answer what other fronts ask about a model."""
+
+    async def numbers(value: dict[str, Any]) -> Any:
+        return msgspec.to_builtins(_numbers(context, context.models.find(value["model"]), value["since"]))
+
+    context.fronts.handlers["numbers"] = numbers
+
+
 def _describe(
-    context: ServerContext, model: ServedModel, latest: EngineSnapshots, tenant: str | None, query: Mapping[str, Any]
+    context: ServerContext,
+    model: ServedModel,
+    latest: EngineSnapshots,
+    tenant: str | None,
+    query: Mapping[str, Any],
+    numbers: Numbers,
 ) -> dict[str, Any]:
-    llm = model.llm
     answer: dict[str, Any] = {
         "state": engine_state(context, model),
         "model": model.names[0],
         "version": __version__,
         "ask_again": latest.interval,
-        "stats": {**msgspec.to_builtins(llm.stats), "kv_usage": llm.stats.kv_cache_usage},
+        "stats": {**msgspec.to_builtins(numbers.stats), "kv_usage": numbers.stats.kv_cache_usage},
     }
     if context.metrics is not None:
         history = context.metrics.model(model.names[0]).history
-        seconds = history.since(query.get("since", 0))
-        answer["history"] = {"now": history.now(), "length": HISTORY_SECONDS, "seconds": seconds}
+        answer["history"] = {"now": history.now(), "length": HISTORY_SECONDS, "seconds": numbers.seconds}
     answer["picture_number"] = latest.number
     if latest.snapshot is not None:
         answer["picture_age"] = round(time.monotonic() - latest.taken, 3)
@@ -158,29 +201,33 @@ class EngineSnapshots:
 
     def __init__(self) -> None:
         self.snapshot: dict[str, Any] | None = None
-        self.number = 0
+        self.number = time.monotonic_ns() // 1_000_000  # no other front has begun with that
         self.taken = 0.0
         self.interval = POLL_SECONDS
         self._due = 0.0
         self._task: asyncio.Task[None] | None = None
         self._views: dict[str | None, msgspec.Raw] = {}
 
-    async def refresh(self, llm: AsyncLLM) -> None:
-        """Take a snapshot unless the last one is recent enough; wait for one that is being taken, but not for long."""
+    async def refresh(self, llm: AsyncLLM, stats: SchedulerStats) -> None:
+        """Take a snapshot unless the last one is recent enough; wait for one that is being taken, but not for long.
+
+        Args:
+            stats: of the engine, the newest that any front has.
+        """
         if not llm.ready or llm.recovering or llm.is_sleeping:
             self._put(None)
             return
-        if self._task is None and time.monotonic() >= self._due and not self._is_idle(llm):
+        if self._task is None and time.monotonic() >= self._due and not self._is_idle(llm, stats):
             self._task = asyncio.create_task(self._take(llm), name="quire-snapshot")
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=WAIT_SECONDS)
 
-    def _is_idle(self, llm: AsyncLLM) -> bool:
+    def _is_idle(self, llm: AsyncLLM, stats: SchedulerStats) -> bool:
         """Whether nothing can have changed since the last snapshot except without a step, such as by a reset."""
         snapshot = self.snapshot
         if snapshot is None or llm.num_unfinished or any(snapshot["queues"].values()):
             return False
-        return snapshot["num_steps"] == llm.stats.num_steps and time.monotonic() < self.taken + IDLE_SECONDS
+        return snapshot["num_steps"] == stats.num_steps and time.monotonic() < self.taken + IDLE_SECONDS
 
     async def _take(self, llm: AsyncLLM) -> None:
         seconds = 0.0

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.context import context_of
 from quire.server.errors import HTTPProblem, error_event
-from quire.server.fronts import FrontGoneError
+from quire.server.fronts import FrontGoneError, Fronts
 from quire.server.streaming import ClientGoneError, until_disconnect
 
 logger = logging.getLogger(__name__)
@@ -88,8 +87,8 @@ class _Connection:
     @classmethod
     async def open(cls, request: Request, row: int) -> _Connection:
         """Return a connection. Raises `FrontGoneError`."""
-        sock = context_of(request).fronts.connect(row)
-        return cls(row, *await asyncio.open_unix_connection(sock=sock))
+        fronts: Fronts = request.app.state.context.fronts
+        return cls(row, *await asyncio.open_unix_connection(sock=fronts.connect(row)))
 
     async def ask(self, request: Request, body: bytes) -> h11.Response:
         """Send a request, and return the head of the response. Raises `FrontGoneError`."""

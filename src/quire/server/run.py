@@ -177,6 +177,7 @@ class _Front:
         if not self.config.server.disable_log_stats:
             tasks.append(asyncio.create_task(self._log_stats(), name="quire-stats"))
         tasks.append(asyncio.create_task(self.metrics.watch_loop(), name="quire-loop-lag"))
+        tasks.append(asyncio.create_task(self.metrics.publish_often(), name="quire-publish-metrics"))
         tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
         tasks.append(asyncio.create_task(self.supervisor.beat(self._is_alive), name="quire-beat"))
         await self.http.has_started.wait()
@@ -185,6 +186,8 @@ class _Front:
             self._warn_if_open()
         try:
             if await self._start():
+                for model in self.context.models.models:
+                    model.llm.refresh_stats()  # those of an engine that has worked for another front
                 gc.freeze()  # what was imported stays: looking through it takes a tenth of a second and more
                 self.supervisor.ready(self.context.models.first.names[0])
                 await self._until_stopped(tasks[0])
@@ -272,12 +275,9 @@ class _Front:
     async def _log_stats(self) -> None:
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            models = self.context.models.models
-            for model in models:
-                name = model.names[0]
-                line = self.metrics.model(name).log.line(model.llm.stats)
-                if line is not None:
-                    logger.info("%s%s", f"{name}: " if len(models) > 1 else "", line)
+            if self.context.fronts.leader == self.context.fronts.row:
+                for line in await self.metrics.log_lines():
+                    logger.info("%s", line)
 
     def _warn_if_open(self) -> None:
         host = urlsplit(self.url).hostname

@@ -9,6 +9,7 @@ its own key.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -25,7 +26,9 @@ from quire.errors import NotFoundError, QuireError, echo
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestMetrics
+from quire.server.fronts import Fronts
 from quire.server.json_io import json_response
+from quire.server.relay import forward, is_relayed
 
 MAX_FINISHED = 1000  # records of finished requests that are kept
 MAX_FINISHED_PROMPTS = 8000  # prompts of all of these
@@ -220,7 +223,7 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """Records of the running requests of one server, and of the last finished ones."""
+    """Records of the running requests of one front, and of the last finished ones."""
 
     def __init__(self) -> None:
         self._live: dict[RequestRecord, None] = {}
@@ -262,40 +265,66 @@ class RequestRecords:
             if self._by_name.get(name) is record:
                 del self._by_name[name]
 
-    def find(self, key_digest: bytes | None, name: str) -> RequestRecord:
-        """Return the record of this id that belongs to this key. Raises `NotFoundError`."""
-        try:
-            return self._by_name[key_digest, name]
-        except KeyError:
-            raise NotFoundError(
-                f"no request {echo(name)} runs here, nor is it one of the last {MAX_FINISHED} that have ended",
-                param="id",
-                code="request_not_found",
-            ) from None
+    def find(self, key_digest: bytes | None, name: str) -> RequestRecord | None:
+        """Return the record of this id that belongs to this key."""
+        return self._by_name.get((key_digest, name))
 
     def live(self, key_digest: bytes | None) -> list[RequestRecord]:
         """Return the records of this key's running requests, the oldest first."""
         return [record for record in self._live if (key_digest, record.response_id) in record.names]
 
+    def summaries(self, key_digest: bytes | None) -> list[dict[str, Any]]:
+        """Return the entries of the first of this key's running requests, and one too many if there are more."""
+        return [record.summary() for record in self.live(key_digest)[: MAX_LISTED + 1]]
+
+    def answer_fronts(self, fronts: Fronts) -> None:
+        """Answer what other fronts ask: for the running requests of a key, and when the latest of an id has begun."""
+
+        async def summaries(key: str | None) -> list[dict[str, Any]]:
+            return self.summaries(_digest(key))
+
+        async def started(value: dict[str, Any]) -> float | None:
+            record = self.find(_digest(value["key"]), value["name"])
+            return None if record is None else record.started
+
+        fronts.handlers["requests"] = summaries
+        fronts.handlers["request"] = started
+
+
+def _digest(key: str | None) -> bytes | None:
+    return None if key is None else bytes.fromhex(key)
+
 
 @router.get("/requests")
 async def list_requests(request: Request) -> Response:
     """List the requests of this key that are not finished."""
-    live = _records(request).live(request.scope["state"].get("key_digest"))
-    data = [record.summary() for record in live[:MAX_LISTED]]
-    return json_response({"object": "list", "data": data, "has_more": len(live) > MAX_LISTED})
+    context, digest = request.app.state.context, request.scope["state"].get("key_digest")
+    data = context.records.summaries(digest)
+    others = await context.fronts.ask_others("requests", None if digest is None else digest.hex())
+    if others:
+        data = sorted([*data, *itertools.chain.from_iterable(others.values())], key=lambda entry: entry["created"])
+    return json_response({"object": "list", "data": data[:MAX_LISTED], "has_more": len(data) > MAX_LISTED})
 
 
 @router.get("/requests/{id}")
 async def get_request(request: Request, id: str) -> Response:
     """Tell what happened to a request and why it took so long, by the id of its answer or its X-Request-Id."""
-    record = _records(request).find(request.scope["state"].get("key_digest"), id)
+    context, digest = request.app.state.context, request.scope["state"].get("key_digest")
+    record = context.records.find(digest, id)
+    if not is_relayed(request.scope):
+        asked = {"key": None if digest is None else digest.hex(), "name": id}
+        others = await context.fronts.ask_others("request", asked)
+        begun = {row: started for row, started in others.items() if started is not None}
+        latest = max(begun, key=begun.__getitem__, default=None)
+        if latest is not None and (record is None or begun[latest] > record.started):
+            return await forward(request, latest)
+    if record is None:
+        raise NotFoundError(
+            f"no request {echo(id)} runs here, nor is it one of the last {MAX_FINISHED} that have ended",
+            param="id",
+            code="request_not_found",
+        )
     return json_response(record.timeline(await record.fetch()))
-
-
-def _records(request: Request) -> RequestRecords:
-    records: RequestRecords = request.app.state.context.records
-    return records
 
 
 def _engine_arguments(timings: Timings) -> dict[str, int | bool | str]:
