@@ -18,8 +18,9 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
-from quire.server.auth import ApiKeys, read_keys, with_key_weights
+from quire.server.auth import ApiKeys, with_key_weights
 from quire.server.fronts import Fronts
+from quire.server.key_file import read_keys
 from quire.server.metrics import Metrics
 from quire.server.model_entry import ModelEntry
 from quire.server.run import create_pool

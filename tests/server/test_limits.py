@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from quire.errors import RequestError
 from quire.frontend.stats import FinishedRequest, TTFTEstimator
 from quire.outputs import RequestMetrics
-from quire.server.limits import ApiKey, Quota, QuotaOwner, RateLimitError, check_timeout
+from quire.server.key_file import ApiKey
+from quire.server.limits import Quota, QuotaOwner, RateLimitError, check_timeout
 from quire.step import SchedulerStats
 from quire.supervisor.quotas import Answer, Quotas, TokenBucket
 

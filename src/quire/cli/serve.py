@@ -83,6 +83,10 @@ def check_server(config: EngineConfig) -> None:
         "chat_template": config.model.chat_template,
     }
     check_readable(files)
+    if config.server.api_key or config.server.api_key_file is not None:
+        from quire.server.key_file import all_keys  # not for everybody
+
+        all_keys(config.server.api_key, config.server.api_key_file, warn=False)  # the front warns
     if config.device.device == "cuda" and (missing_packages() or not has_driver()):
         check_gpu()  # the engine, which takes longer to start, would find the same
     if config.server.ssl_certfile is not None:

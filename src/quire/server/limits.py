@@ -19,41 +19,14 @@ from starlette.types import Scope
 
 from quire.checks import wrong_value
 from quire.server.errors import HTTPProblem, retry_headers
-from quire.supervisor.quotas import LIMITS, Answer, Limits, Quotas
+from quire.server.key_file import ApiKey
+from quire.supervisor.quotas import LIMITS, Answer, Quotas
 
 TIMEOUT_HEADER = b"x-request-timeout"
 MAX_SECONDS = 604800.0
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 Headers = list[tuple[bytes, bytes]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """An API key's name and limits; None is no limit.
-
-    Attributes:
-        name: the tenant of its requests, and what logs call it.
-        max_concurrency: requests at a time. requests_per_minute, tokens_per_minute: over all routes that do work.
-        weight: its share with the fair scheduling policy. min_priority: the most urgent `priority` of its requests.
-    """
-
-    name: str
-    max_concurrency: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    weight: float | None = None
-    min_priority: int | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """What must be counted, in the order of `quotas.LIMITS`."""
-        return (self.max_concurrency, self.requests_per_minute, self.tokens_per_minute)
-
-    @property
-    def limited(self) -> bool:
-        """Whether anything must be counted."""
-        return any(limit is not None for limit in self.limits)
 
 
 class RateLimitError(HTTPProblem):

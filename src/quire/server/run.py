@@ -295,9 +295,8 @@ def create_pool(
     supervisor: SupervisorClient | None = None,
 ) -> ModelPool:
     """Return the pool of these models, none of them started; their adapters are published by the supervisor."""
-    entries = [
-        dataclasses.replace(entry, config=with_key_weights(entry.config, supervisor or Fronts())) for entry in entries
-    ]
+    fronts = supervisor or Fronts()
+    entries = [dataclasses.replace(entry, config=with_key_weights(entry.config, fronts)) for entry in entries]
     return ModelPool(
         [
             _served(number, entry, make_llm, metrics.model(entry.names[0]), supervisor, essential=len(entries) == 1)
