@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ KEYS = """
 - {key: alone, max_concurrency: 1}
 - {key: background, max_concurrency: 1}
 - {key: killed, max_concurrency: 1, requests_per_minute: 4, tokens_per_minute: 1000}
+- {key: stormy, max_concurrency: 3, tokens_per_minute: 100000}
 - {key: stuck, max_concurrency: 1, requests_per_minute: 100}
 """
 SHORT = {"model": "quire-demo", "prompt": "a", "max_tokens": 1}
@@ -159,6 +163,65 @@ def test_a_front_that_starts_while_the_file_of_keys_is_broken_has_the_keys_as_th
         assert ask(client, "nobody").status_code == 401
         keys.write_text(text.replace("requests_per_minute: 100}", "requests_per_minute: 200}"))
         wait_until(lambda: ask(client, "stuck").headers["x-ratelimit-limit-requests"] == "200")
+
+
+@pytest.mark.slow
+def test_a_storm_of_requests_that_break_off_and_fronts_that_die_stays_within_limits_and_leaves_nothing(
+    server: Server,
+) -> None:
+    chooser, running, seen, lock = random.Random(3), set[int](), list[int](), threading.Lock()
+    started = killed_at = time.monotonic()
+    end_at = started + 15
+
+    def one(number: int) -> None:
+        headers = {"authorization": "Bearer stormy"}
+        mine = random.Random(number)
+        while time.monotonic() < end_at:
+            body = {**LONG, "max_tokens": mine.choice([1, 30, 100])}
+            with (
+                contextlib.suppress(httpx.TransportError),
+                httpx.stream(
+                    "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=30
+                ) as response,
+            ):
+                if response.status_code != 200:
+                    assert response.status_code in (429, 503)
+                    time.sleep(0.01)
+                    continue
+                try:
+                    with lock:
+                        running.add(number)
+                        if time.monotonic() > killed_at + 1:  # by then clients have noticed that their front has died
+                            seen.append(len(running))
+                    for _ in response.iter_bytes():
+                        if mine.random() < 0.05:
+                            break  # the client goes away
+                finally:
+                    with lock:
+                        running.discard(number)
+
+    with ThreadPoolExecutor(12) as pool:
+        clients = [pool.submit(one, number) for number in range(12)]
+        while time.monotonic() < end_at - 3:
+            time.sleep(2)
+            os.kill(chooser.choice(wait_for_fronts(server, 2)), signal.SIGKILL)
+            killed_at = time.monotonic()
+        for client in clients:
+            client.result(60)
+    assert max(seen) == 3
+    assert len(seen) > 10
+    for pid in wait_for_fronts(server, 2):
+        with client_of(server, pid) as client:
+            wait_until(lambda client=client: len(ask_many(client, "stormy", 3)) == 3)
+
+
+def ask_many(client: httpx.Client, key: str, count: int) -> list[int]:
+    """Return which of so many requests at a time were served."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(httpx.Client(base_url=client.base_url, timeout=30)) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            answers = list(pool.map(lambda one: ask(one, key, max_tokens=100, ignore_eos=True), made))
+    return [answer.status_code for answer in answers if answer.status_code == 200]
 
 
 def test_a_supervisor_that_does_not_answer_ends_no_request_but_those_with_limits(
