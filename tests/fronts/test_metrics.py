@@ -11,6 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.faults import engine_pid
 from tests.helpers.fronts import client_of, fronts_of, wait_for_fronts
 from tests.helpers.server import Server, serve
 
@@ -22,7 +23,7 @@ PASSING = ("process_", "quire:event_loop_lag", "http_", "quire:engine_heartbeat_
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two fronts."""
-    options = ("--api-server-count", "2", "--front-stall-timeout", "2")
+    options = ("--api-server-count", "2", "--front-stall-timeout", "2", "--enable-admin-endpoints")
     with serve(tmp_path_factory.mktemp("metrics") / "log", *options) as server:
         wait_for_fronts(server, 2)
         yield server
@@ -91,6 +92,21 @@ def test_gauges_of_a_busy_engine_are_shown_by_an_idle_front(server: Server) -> N
             assert total(values, "vllm:num_requests_running") == 1
             assert total(values, "quire:http_requests_open") == 1
             assert idle.get("/load").json() == {"server_load": 1}
+
+
+def test_all_fronts_know_that_an_engine_was_replaced_and_that_it_sleeps(server: Server) -> None:
+    pids = wait_for_fronts(server, 2)
+    with client_of(server, pids[0]) as one, client_of(server, pids[1]) as two:
+        os.kill(engine_pid(server), signal.SIGKILL)
+        for client in (one, two):
+            complete(client)
+        assert lasting(scrape(one)) == lasting(scrape(two))
+        assert total(scrape(one), "quire:engine_restarts_total") == 1
+        asleep = frozenset({("model_name", "quire-demo"), ("engine", "0"), ("sleep_state", "weights_offloaded")})
+        for path, expected in (("/sleep", 1), ("/wake_up", 0)):
+            assert two.post(path).status_code == 200
+            for client in (one, two):
+                assert scrape(client)["vllm:engine_sleep_state", asleep] == expected
 
 
 def test_counters_do_not_go_back_when_a_front_is_replaced(server: Server) -> None:

@@ -172,7 +172,7 @@ def test_models_of_one_server_have_values_of_their_own() -> None:
 
 def test_a_sleeping_model_says_so(make_server: MakeServer) -> None:
     server = make_server()
-    server.metrics.model("fake").on_sleep(1)
+    server.call(lambda: server.llm.sleep(1))
     values = scrape(server)
     states = {
         dict(labels)["sleep_state"]: value for (name, labels), value in values.items() if "sleep_state" in dict(labels)

@@ -22,6 +22,7 @@ from quire.server import (
     models,
     playground,
     pooling,
+    relay,
     timeline,
     tokenize,
 )
@@ -67,6 +68,7 @@ def build_app(
     if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context
+    relay.answer_fronts(context.fronts)
     health.answer_fronts(context)
     playground.answer_fronts(context)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

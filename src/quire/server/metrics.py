@@ -249,7 +249,6 @@ class ModelMetrics:
         # Restarts and quarantined requests of the engines that were attached before.
         self._before = (0 if known is None else known.num_restarts, 0)
         self._total = _Total() if known is None else _Total(known.before, known.latest)
-        self._sleep_level = 0
         self._histograms = {key: self._histogram(*item) for key, item in HISTOGRAMS.items()}
         self._lengths: dict[str, Histogram] = {}
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -354,10 +353,6 @@ class ModelMetrics:
     def on_rejected(self, reason: str) -> None:
         """Count a rejected request; `reason` is one of a few words, never a client's."""
         self._rejections.labels(*self._labels, reason).inc()
-
-    def on_sleep(self, level: int) -> None:
-        """Note the model's sleep level: 0 awake, 1 weights on the host, 2 weights discarded."""
-        self._sleep_level = level
 
     # ---- a scrape ----
 
@@ -466,7 +461,8 @@ class ModelMetrics:
                 "running_lora_adapters": ",".join(stats.running_adapters),
             }
             yield self._info("vllm:lora_requests_info", text, labels, time.time())
-        states = {state: float(level == self._sleep_level) for level, state in enumerate(SLEEP_STATES)}
+        sleep_level = 0 if self._llm is None else self._llm.sleep_level
+        states = {state: float(level == sleep_level) for level, state in enumerate(SLEEP_STATES)}
         yield gauge("vllm:engine_sleep_state", "1 for the current state of the engine.", states, "sleep_state")
 
     def _counters(self) -> Iterator[Metric]:

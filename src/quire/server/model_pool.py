@@ -322,7 +322,6 @@ class ModelPool(ModelList):
         await model.llm.close()
         adapters, model.llm = model.llm.adapters, model.make_llm()
         model.llm.adapters.restore(adapters.state())
-        model.on_sleep(0)
 
     def _fail(self, model: ServedModel, error: QuireError) -> None:
         if not model.essential:  # the server reports that one when it stops
@@ -341,7 +340,6 @@ class ModelPool(ModelList):
     async def _sleep(self, model: ServedModel, level: int) -> None:
         started = self._clock()
         freed = await model.llm.sleep(level)
-        model.on_sleep(level)
         seconds = self._clock() - started
         logger.info("model %s: asleep (%d) after %.2f s, %s freed", model.names[0], level, seconds, size_text(freed))
 
@@ -358,8 +356,6 @@ class ModelPool(ModelList):
         for model in self.models:
             if model.task is not None or model.waiters:
                 continue
-            if model.available:
-                model.on_sleep(0)  # one that died asleep is awake once it was replaced
             failed = model.llm.errored or (model.error is not None and not model.llm.ready)
             if failed and model.make_llm is not None and not model.essential:
                 model.note_death(now)

@@ -39,6 +39,15 @@ def is_relayed(scope: Scope) -> bool:
     return bool(scope["state"].get("relayed"))
 
 
+def answer_fronts(fronts: Fronts) -> None:
+    """Answer other fronts that are about to forward a request."""
+
+    async def alive(value: None) -> None:
+        pass
+
+    fronts.handlers["alive"] = alive
+
+
 async def forward(request: Request, row: int, body: bytes = b"") -> Response:
     """Return another front's response to a request; what is streamed is passed on as it comes.
 
@@ -88,6 +97,7 @@ class _Connection:
     async def open(cls, request: Request, row: int) -> _Connection:
         """Return a connection. Raises `FrontGoneError`."""
         fronts: Fronts = request.app.state.context.fronts
+        await fronts.ask(row, "alive")  # of one that hangs this is known sooner than of its answer
         return cls(row, *await asyncio.open_unix_connection(sock=fronts.connect(row)))
 
     async def ask(self, request: Request, body: bytes) -> h11.Response:

@@ -338,7 +338,6 @@ def _served(
         essential=essential,
         make_llm=make,
         max_model_len=entry.max_model_len,
-        on_sleep=metrics.on_sleep,
     )
 
 

@@ -31,7 +31,6 @@ class ServedModel:
         pinned, at_start: as in `ModelEntry`. essential: without it the server stops; never reloaded once it died.
         make_llm: makes an engine in place of a closed one; without it, the model is essential and cannot be unloaded.
         max_model_len: its context length [tokens], if it is known without loading it.
-        on_sleep: called with the level at which it sleeps.
 
     Attributes:
         names: under which it is served, the first one is its own. created: when the server began to serve it [Unix
@@ -54,7 +53,6 @@ class ServedModel:
         essential: bool = False,
         make_llm: Callable[[], AsyncLLM] | None = None,
         max_model_len: int | None = None,
-        on_sleep: Callable[[int], None] = lambda level: None,
     ) -> None:
         self.config = config
         self.llm = llm
@@ -62,7 +60,6 @@ class ServedModel:
         self.created = int(time.time())
         self.pinned, self.at_start, self.essential = pinned, at_start, essential or make_llm is None
         self.make_llm = make_llm
-        self.on_sleep = on_sleep
         self.num_users = 0
         self.waiters: deque[asyncio.Future[QuireError | None]] = deque()
         self.task: asyncio.Task[None] | None = None
@@ -181,7 +178,6 @@ class ServedModel:
         self.ready_at = self.last_used = now
         self.load_seconds = seconds
         self.error = None
-        self.on_sleep(self.llm.sleep_level)
 
     def note_failure(self, error: QuireError, now: float) -> None:
         """Note that it could not be loaded; each failure in a row doubles the time until the next try."""
