@@ -210,7 +210,7 @@ class Engine:
     def __init__(self) -> None:
         self.listener, theirs = socket.socketpair()
         self.clients = SocketClients(theirs)
-        self.clients.start(READY)
+        self.clients.start(lambda: READY)
         self.connections: list[Connection] = []
 
     def connect(self) -> Connection:

@@ -454,6 +454,7 @@ def test_whoever_is_aborted_while_on_trial_makes_room() -> None:
             world.client.die(suspects=names)
             await until(lambda: llm.num_restarts == world.num_deaths)
             world.client.hold()
+        await until(lambda: bool(world.client.engine.added))
         assert [add.request_id for add in world.client.engine.added] == ["a"]
         streams[0].close()
         world.client.resume()

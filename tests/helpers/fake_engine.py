@@ -23,7 +23,17 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import (
+    AbortRequests,
+    Alone,
+    Call,
+    CallResult,
+    EngineOutputs,
+    Isolate,
+    Ready,
+    Received,
+    ToEngine,
+)
 from quire.engine_request import EngineRequest
 from quire.errors import ConfigError, EngineDeadError, ErrorData, QuireError
 from quire.frontend.async_llm import AsyncLLM
@@ -339,7 +349,7 @@ class FakeClient:
         self.num_dumps = 0
         self._start_error = start_error
         self._news = asyncio.Event()
-        self._answers: list[EngineOutputs | CallResult] = []
+        self._answers: list[Received] = []
         self._dead: EngineDeadError | None = None
 
     async def start(self) -> Ready:
@@ -362,11 +372,13 @@ class FakeClient:
             if message.method in ("sleep", "wake_up"):
                 self._answers.append(self.engine.outputs([]))  # all clients are told
             self._answers.append(answer)
+        elif isinstance(message, Isolate):
+            self._answers += [Alone()] * message.alone
         else:
             self.engine.send(message)
         self._news.set()
 
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         """Wait for work, make a step, return what it produced."""
         while True:
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire import logs
 from quire.config import EngineConfig
-from quire.engine.messages import CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import Ready, Received, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import ModelError, QuireError
 from quire.frontend.async_llm import AsyncLLM
@@ -44,7 +44,7 @@ class Client(FakeClient):
             self.hold()
         return await super().start()
 
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         if self.mode == "paced":
             await asyncio.sleep(0.02)
         return await super().receive()

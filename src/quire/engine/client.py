@@ -16,12 +16,11 @@ import msgspec
 from quire.engine.connection import AsyncConnection, ProtocolError, decode_message
 from quire.engine.messages import (
     PROTOCOL_VERSION,
-    CallResult,
-    EngineOutputs,
     Failed,
     FromEngine,
     Hello,
     Ready,
+    Received,
     ToEngine,
 )
 from quire.errors import ConfigError, EngineDeadError
@@ -42,7 +41,7 @@ class EngineClient(Protocol):
         """Send a message, in order, without blocking. Does nothing once the engine is gone; `receive` raises then."""
 
     @abstractmethod
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         """Wait for a message. Raises `EngineDeadError` once the engine is gone."""
 
     def stalled_for(self) -> float:
@@ -112,7 +111,7 @@ class SocketClient(EngineClient):
     def send(self, message: ToEngine) -> None:
         self._connection.send(self._encoder.encode(message))
 
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         message = await self._next()
         if isinstance(message, Failed | Ready):
             raise await self._end(message)

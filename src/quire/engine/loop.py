@@ -14,6 +14,7 @@ import msgspec
 
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import LoopObserver
+from quire.engine.isolation import Isolation
 from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, FromEngine, ToEngine
 from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, QuireError
@@ -165,6 +166,7 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
     else:
         core.on_plans = _announcing(core, observer)
     owners = RequestOwners()
+    isolation = Isolation(clients.send)
     idle_sent = True  # whether clients were sent that nothing runs
     num_reported = 0  # scheduled tokens of which a client was told
     while not clients.closed:
@@ -178,7 +180,9 @@ def run(core: EngineCore, clients: Clients, observer: LoopObserver | None = None
             idle_sent = idle_sent and not isinstance(message, EngineRequest)
             observer.begin_message(message)
             apply(core, owners, clients, client_index, message)
+            isolation.note(client_index, message)
             observer.end_work()
+        isolation.update(clients.connected)
         if core.has_unfinished():
             observer.begin_step()
             outputs = core.step()

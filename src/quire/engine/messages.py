@@ -2,8 +2,9 @@
 
 A client begins with `Hello`, which the engine answers with `Ready`. From then on it sends `EngineRequest`,
 `AbortRequests` and `Call`; the engine sends the `EngineOutputs` of the client's own requests, and a `CallResult` for
-each call. `Failed` is the last message of an engine that could not start or died, or that refuses the client. An engine
-in a thread passes the same objects without encoding them.
+each call. With `Isolate` it asks to have the engine for itself (`isolation.py`). `Failed` is the last message of an
+engine that could not start or died, or that refuses the client. An engine in a thread passes the same objects without
+encoding them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire.engine_request import EngineRequest
 from quire.errors import ErrorData, RequestError
 from quire.step import SchedulerStats, SequenceOutput
 
-PROTOCOL_VERSION = 2  # changes with any message that an older peer would misread
+PROTOCOL_VERSION = 3  # changes with any message that an older peer would misread
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -41,6 +42,16 @@ class Call(msgspec.Struct, tag=True):
     call_id: int
     method: str
     arguments: dict[str, int | bool | str] = {}
+
+
+class Isolate(msgspec.Struct, tag=True):
+    """Ask to be the only client with requests in the engine, or be so no more. Granted by `Alone`, in order."""
+
+    alone: bool
+
+
+class SteppedAside(msgspec.Struct, tag=True):
+    """Answer to `StepAside`: the client has aborted its requests, and sends none."""
 
 
 MAX_SHOWN = 16384
@@ -108,6 +119,16 @@ class CallResult(msgspec.Struct, tag=True):
     error: ErrorData | None = None
 
 
+class StepAside(msgspec.Struct, tag=True):
+    """Abort all requests, answer `SteppedAside`, and send none until the same message without `aside`."""
+
+    aside: bool
+
+
+class Alone(msgspec.Struct, tag=True):
+    """No other client has requests in the engine, until the client gives that up."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """The model is loaded and the KV cache allocated.
 
@@ -137,5 +158,6 @@ class Failed(msgspec.Struct, tag=True):
     exit_code: int = 1
 
 
-ToEngine = EngineRequest | AbortRequests | Call
-FromEngine = EngineOutputs | CallResult | Ready | Failed
+ToEngine = EngineRequest | AbortRequests | Call | Isolate | SteppedAside
+Received = EngineOutputs | CallResult | StepAside | Alone
+FromEngine = Received | Ready | Failed

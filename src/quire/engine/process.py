@@ -31,7 +31,7 @@ from quire.engine.client import EndOfConnection, EngineClient, SocketClient
 from quire.engine.clients import SocketClients
 from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector
 from quire.engine.launch import MODULE, LaunchedEngine, engine_options, launch
-from quire.engine.messages import CallResult, EngineOutputs, Failed, Ready, ToEngine
+from quire.engine.messages import Failed, Ready, Received, ToEngine
 from quire.errors import EngineDeadError, OverloadedError, QuireError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class ProcessClient(EngineClient):
         assert self._client is not None, "started before"
         self._client.send(message)
 
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         if self._dead is not None:
             raise self._dead
         assert self._client is not None, "started before"

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.engine.core import EngineCore
 from quire.engine.loop import run
-from quire.engine.messages import CallResult, EngineOutputs, FromEngine, Ready, ToEngine
+from quire.engine.messages import FromEngine, Ready, Received, ToEngine
 from quire.errors import EngineDeadError, QuireError
 
 logger = logging.getLogger(__name__)
@@ -77,11 +77,11 @@ class ThreadClient(EngineClient):
     def send(self, message: ToEngine) -> None:
         self._clients.inbox.put(message)
 
-    async def receive(self) -> EngineOutputs | CallResult:
+    async def receive(self) -> Received:
         if self._dead is None:
             item = await self._outbox.get()
             if not isinstance(item, Exception):
-                assert isinstance(item, EngineOutputs | CallResult), item
+                assert isinstance(item, Received), item
                 return item
             self._dead = item
         raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead

@@ -53,11 +53,14 @@ class Quarantine:
         """Whether any request is isolated or suspected."""
         return self.isolated is not None or bool(self._suspects)
 
-    def note_death(self, now: float, working_on: Mapping[str, tuple[int, int] | None]) -> str | None:
+    def note_death(
+        self, now: float, working_on: Mapping[str, tuple[int, int] | None], *, others_wait: bool = False
+    ) -> str | None:
         """Record a death; return the poison request that caused it, if that is certain.
 
         Args:
-            now: seconds. working_on: the requests that the engine may have been working on, with their progress.
+            now: seconds. working_on: the requests that the engine may have been working on, with their progress: None
+                for those of other clients. others_wait: whether another client had a request isolated.
         """
         self._deaths = [item for item in self._deaths if item[0] > now - WINDOW_SECONDS]
         self._deaths.append((now, frozenset(working_on)))
@@ -71,8 +74,10 @@ class Quarantine:
         if poison is not None:
             self.num_poison_requests += 1
             self._forget(poison)
-            self._deaths = [item for item in self._deaths if poison not in item[1]]  # it explains these deaths
+            self._explain(poison)
             self._poison_found_at = now
+        elif self._is_others_poison(working_on, others_wait):
+            self._explain(*working_on)
         if isolated is not None and isolated in self._suspects:
             self._queue.insert(0, isolated)
         alarmed = self._poison_found_at is not None and self._poison_found_at > now - WINDOW_SECONDS
@@ -90,6 +95,18 @@ class Quarantine:
         suspect = self._suspects.get(request_id)
         certain = suspect is not None and (request_id == isolated or suspect.num_deaths >= MAX_DEATHS)
         return request_id if certain else None
+
+    def _is_others_poison(self, working_on: Mapping[str, tuple[int, int] | None], others_wait: bool) -> bool:
+        """Whether another client has found out, by this death, that a request of its own is poison."""
+        if len(working_on) != 1:
+            return False
+        [(request_id, progress)] = working_on.items()
+        num_deaths = sum(request_id in names for _, names in self._deaths)
+        return progress is None and (others_wait or num_deaths >= MAX_DEATHS)
+
+    def _explain(self, poison: str) -> None:
+        """Count the deaths that a request has caused no longer."""
+        self._deaths = [item for item in self._deaths if poison not in item[1]]
 
     def _forget(self, request_id: str) -> None:
         self._suspects.pop(request_id, None)

@@ -2,7 +2,8 @@
 
 It has the interface of `EngineClient`. When the engine dies, a new engine is started and sent all unfinished requests
 with the tokens that they have (`replay.py`), so that a stream pauses and then continues. `quarantine.py` finds the
-request that killed the engine, if one did; while a request is isolated, all others wait. An engine that sends no
+request that killed the engine, if one did; while a request is isolated, all others wait, also those of other processes
+that use the engine (`engine/isolation.py`). An engine that sends no
 heartbeat for longer than its work explains is killed, and replaced in the same way; so is a new engine that takes much
 longer than the first one to load its model.
 """
@@ -16,7 +17,18 @@ from collections.abc import Callable
 
 from quire import logs
 from quire.engine.client import EngineClient
-from quire.engine.messages import AbortRequests, Call, CallResult, EngineOutputs, Ready, ToEngine
+from quire.engine.messages import (
+    AbortRequests,
+    Alone,
+    Call,
+    CallResult,
+    EngineOutputs,
+    Isolate,
+    Ready,
+    StepAside,
+    SteppedAside,
+    ToEngine,
+)
 from quire.engine_request import EngineRequest
 from quire.errors import EngineDeadError, GenerationError, QuireError, listed
 from quire.frontend.output_processor import OutputProcessor
@@ -75,6 +87,8 @@ class SupervisedClient:
         self._watcher: asyncio.Task[None] | None = None
         self._fence: int | None = None  # id of the call whose answer follows the abort of the last isolated request
         self._num_fences = 0
+        self._aside = False  # whether another client isolates a request
+        self._asked = self._alone = False  # to be alone in the engine; it was granted
         self._killed: EngineClient | None = None
         self._load_timeout = MIN_LOAD_TIMEOUT
         self.recovering = False
@@ -120,7 +134,7 @@ class SupervisedClient:
         if not self.running:
             return
         isolated = self._quarantine.isolated
-        if isolated is None or not isinstance(message, EngineRequest):
+        if (isolated is None and not self._aside) or not isinstance(message, EngineRequest):
             self._client.send(message)
         if isolated is not None and isinstance(message, AbortRequests):
             self._review()
@@ -135,11 +149,16 @@ class SupervisedClient:
             except EngineDeadError as error:
                 await self._recover(error)
                 continue
-            if isinstance(message, CallResult) and message.call_id == self._fence:
-                self._fence = None
-                self._isolate_next()
-                continue
-            return message
+            match message:
+                case CallResult(call_id=call_id) if call_id == self._fence:
+                    self._fence = None
+                    self._isolate_next()
+                case StepAside():
+                    self._step_aside(message.aside)
+                case Alone():
+                    self._begin_alone()
+                case _:
+                    return message
 
     async def close(self) -> None:
         """Stop the engine, unless others use it."""
@@ -215,7 +234,7 @@ class SupervisedClient:
             outputs.num_unfinished,
         )
         if self._max_restarts:
-            poison = self._quarantine.note_death(time.monotonic(), working_on)
+            poison = self._quarantine.note_death(time.monotonic(), working_on, others_wait=self._aside)
             if poison is not None:
                 logger.error("request %s kills engines and is ended", poison)
                 message = "the engine died again and again when it worked on this request"
@@ -226,6 +245,7 @@ class SupervisedClient:
 
     def _resume(self, died: float) -> None:
         """Send the new engine all live requests, or the first one to be isolated."""
+        self._aside = self._asked = self._alone = False
         self.num_restarts += 1
         self.last_recovery_seconds = time.monotonic() - died
         logger.warning(
@@ -241,13 +261,42 @@ class SupervisedClient:
 
     def _isolate_next(self, running: str | None = None) -> None:
         """Isolate the next suspect. If there is none, replay all requests but `running`, which the engine has."""
-        outputs = self._outputs()
-        isolated = self._quarantine.isolate_next(outputs.progress)
+        isolated = self._quarantine.isolate_next(self._outputs().progress)
         if isolated is not None:
             logger.warning("request %s runs alone, because engines died while they worked on it", isolated)
-            self._replay(isolated)
+            if self._alone:
+                self._replay(isolated)
+            elif not self._asked:
+                self._asked = True
+                self._client.send(Isolate(True))
             return
-        for request_id in outputs.request_ids:
+        if self._asked:
+            self._asked = self._alone = False
+            self._client.send(Isolate(False))
+        if not self._aside:
+            self._replay_all(running)
+
+    def _begin_alone(self) -> None:
+        """Send the isolated request: no other client has requests in the engine."""
+        self._alone = self._asked
+        isolated = self._quarantine.isolated
+        if self._alone and isolated is not None:
+            self._replay(isolated)
+
+    def _step_aside(self, aside: bool) -> None:
+        """Have no requests in the engine while another client isolates one; go on with them afterwards."""
+        self._aside = aside
+        outputs = self._outputs()
+        if aside:
+            unfinished = [name for request_id in outputs.request_ids for name in outputs.engine_ids(request_id)]
+            if unfinished:
+                self._client.send(AbortRequests(request_ids=unfinished))
+            self._client.send(SteppedAside())
+        elif self._quarantine.isolated is None:
+            self._replay_all()
+
+    def _replay_all(self, running: str | None = None) -> None:
+        for request_id in self._outputs().request_ids:
             if request_id != running:
                 self._replay(request_id)
 
@@ -263,7 +312,7 @@ class SupervisedClient:
             quarantine.clear(outputs.progress)
         elif self._fence is None and quarantine.is_over(outputs.progress):
             if not quarantine.has_queue(outputs.progress):
-                self._isolate_next(running=isolated)
+                self._isolate_next(running=isolated if self._alone else None)
                 return
             unfinished = outputs.engine_ids(isolated)
             if unfinished:  # it is replayed after the last suspect was isolated
