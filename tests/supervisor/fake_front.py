@@ -1,9 +1,9 @@
 """A front that imports no server, and a program that supervises it: `python -m tests.supervisor.fake_front`.
 
 The program's arguments are the server's options as JSON, and modes: how each start of a front behaves, the last one
-for all later ones. "serve" answers each connection with the front's process id, "die" ends at once, "freeze" serves
-until its first connection and then hangs, "deaf" never serves, "stubborn" serves and does not stop when it is told to,
-"parent" has a child of its own, which ends with it.
+for all later ones. "serve" answers each connection with the front's process id, "die" ends at once, "refuse" says why
+it cannot start, "freeze" serves until its first connection and then hangs, "deaf" never serves, "stubborn" serves and
+does not stop when it is told to, "parent" has a child of its own, which ends with it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ def main() -> int:
     mode = next_mode()
     if mode == "die":
         return 3
+    if mode == "refuse":
+        channel = Channel(socket.socket(fileno=started["channel"]))
+        channel.send({"type": "end", "code": 2, "error": "there is no certificate"})
+        return 2
     if mode == "parent":
         start_module_here("tests.supervisor.fake_front", "child", stdin=subprocess.DEVNULL)
     channel = Channel(socket.socket(fileno=started["channel"]))

@@ -154,6 +154,28 @@ def test_a_front_that_dies_at_every_start_ends_the_server(start: Callable[..., S
     ]
 
 
+def test_a_first_front_that_cannot_start_ends_the_server_with_its_reason(start: Callable[..., Supervised]) -> None:
+    server = start("refuse")
+    assert server.end() == 2
+    assert server.errors[-1] == "error: there is no certificate\n"
+
+
+def test_a_later_front_that_cannot_start_is_tried_again(start: Callable[..., Supervised]) -> None:
+    server = start("serve refuse refuse serve refuse")
+    server.line()
+    os.kill(server.get()[1]["front"], signal.SIGKILL)
+    os.kill(server.get()[1]["front"], signal.SIGKILL)
+    assert server.end() == 2
+    assert "there is no certificate" in server.errors[-1]
+
+
+def test_a_front_that_dies_at_every_start_does_not_end_others(start: Callable[..., Supervised]) -> None:
+    server = start("serve die", api_server_count=2)
+    server.line()
+    until(lambda: len([line for line in server.errors if "is replaced" in line]) > 3)
+    assert server.get()[0] == 200 and server.process.poll() is None
+
+
 def test_starts_that_failed_are_forgotten_with_one_that_did_not(start: Callable[..., Supervised]) -> None:
     server = start("die die serve die die serve")
     server.line()

@@ -40,6 +40,7 @@ MAX_ACCEPTED = 64  # at a time
 MAX_WAITING = 1024  # connections without a front; further ones stay in the kernel's queue
 MAX_FAILED_STARTS = 3  # in a row
 RETRY_SECONDS = 0.5  # before the second start in a row
+MAX_RETRIES_APART = 60  # times as long
 FRONT_MODULE = "quire.server.run"
 FORWARDED = ("ask", "answer", "relay")  # messages between fronts
 FAREWELL_SECONDS = 10.0  # beyond the shutdown timeout, until fronts are killed
@@ -265,11 +266,12 @@ class Supervisor:
         self._fronts[row] = front
         self._selector.register(front.channel, selectors.EVENT_READ, front)
 
-    def _note_failed_start(self, row: int, reason: str) -> None:
+    def _note_failed_start(self, row: int, reason: str, code: int = 1) -> None:
+        """Try again, later and later; without another front that serves, end the server after a few times."""
         self._num_failed_starts += 1
-        self._start_at[row] = time.monotonic() + RETRY_SECONDS * (self._num_failed_starts - 1)
-        if self._num_failed_starts >= MAX_FAILED_STARTS and self._end is None:
-            self._end_server(1, f"the process that serves HTTP dies at every start: {reason}")
+        self._start_at[row] = time.monotonic() + RETRY_SECONDS * min(self._num_failed_starts - 1, MAX_RETRIES_APART)
+        if self._num_failed_starts >= MAX_FAILED_STARTS and not any(front.ready for front in self._fronts.values()):
+            self._end_server(code, f"the process that serves HTTP dies at every start: {reason}")
 
     def _end_server(self, code: int, error: str) -> None:
         """End because of a front: the others stop as after a signal."""
@@ -431,9 +433,14 @@ class Supervisor:
             front.channel.send({"type": "result", "call": call})
 
     def _on_end(self, front: Front, message: Message) -> None:
+        """End the server, unless a front that follows another one cannot start: what it misses may come back."""
         front.ended = True
-        if message["code"] or not self._stopping:
-            self._end_server(message["code"], message["error"])
+        code, error = message["code"], message["error"]
+        if code and self._was_ready and not front.ready and not self._stopping:
+            logger.error("front %d cannot start: %s", front.pid, error)
+            self._note_failed_start(front.row, error, code)
+        elif code or not self._stopping:
+            self._end_server(code, error)
 
     _HANDLERS: dict[str, Callable[[Supervisor, Front, Message], None]] = {
         "serving": _on_serving,
