@@ -77,6 +77,7 @@ def test_all_fronts_show_the_sum_of_all(server: Server) -> None:
         assert grown("vllm:iteration_tokens_total_sum") == computed + grown("quire:discarded_tokens_total")
         assert total(after, "vllm:num_requests_running") == 0
         assert total(after, "quire:fronts_serving") == 2
+        assert total(after, "quire:connections_open") == 2
         device = frozenset({("model_name", "quire-demo"), ("engine", "0"), ("tier", "device")})
         assert after["quire:kv_blocks", device] == 16384
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.certificates import certify
 from tests.helpers.fronts import client_of, fronts_of, wait_for_fronts
 from tests.helpers.server import Server, serve
 
@@ -199,3 +201,48 @@ def test_stored_responses_outlive_fronts_but_not_the_server(tmp_path: Path, monk
         wait_for_fronts(server, 2)
         assert json.loads(server.get(f"{PATH}/{made['id']}")[1])["output"] == made["output"]
     assert not folder.exists()
+
+
+def test_with_tls_and_a_prefix_and_until_the_server_stops(tmp_path: Path) -> None:
+    cert, key = certify(tmp_path / "tls", "localhost")
+    options = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--root-path", "/llm")
+    with serve(tmp_path / "log", "--api-server-count", "3", *options) as server:
+        pids = wait_for_fronts(server, 3)
+        with client_of(server, pids[0]) as one, client_of(server, pids[2]) as three:
+            found = begin_stream(one, 500)
+            with three.stream("GET", f"/llm{PATH}/{found}", params={"stream": "true"}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGTERM)
+                last = [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]
+            assert last["type"] == "response.incomplete"
+            assert last["response"]["usage"]["output_tokens"] == 500
+        ended = time.monotonic()
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - ended < 2.0
+
+
+def test_clients_that_go_away_leave_nothing_behind(server: Server) -> None:
+    one, two = wait_for_fronts(server, 2)
+    before = sockets_of(one) + sockets_of(two)
+    with client_of(server, one) as first:
+        found = begin_stream(first, 700)
+        for _ in range(20):
+            with client_of(server, two) as second, second.stream("GET", f"{PATH}/{found}?stream=true") as answer:
+                lines = answer.iter_lines()
+                next(lines)
+        first.post(f"{PATH}/{found}/cancel")
+    deadline = time.monotonic() + 10
+    while sockets_of(one) + sockets_of(two) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sockets_of(pid: int) -> int:
+    """Return how many sockets a process has."""
+    folder = f"/proc/{pid}/fd"
+    found = 0
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += os.readlink(f"{folder}/{name}").startswith("socket:")
+    return found

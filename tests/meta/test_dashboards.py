@@ -23,7 +23,7 @@ FUNCTIONS = {
     "and", "by", "histogram_quantile", "increase", "label_values", "max", "min", "on", "or", "rate", "sum", "up"
 }  # fmt: skip
 # There only after an engine was replaced, and only where adapters are served.
-RARE = {"quire:engine_last_recovery_seconds", "vllm:lora_requests_info"}
+RARE = {"quire:connections_open", "quire:engine_last_recovery_seconds", "vllm:lora_requests_info"}
 
 Samples = dict[str, set[str]]
 

@@ -45,6 +45,11 @@ class Fronts:
         self.on_published: list[Callable[[str], None]] = []
 
     @property
+    def num_connections(self) -> int | None:
+        """Open connections of clients to all fronts; None without a supervisor, which counts them."""
+        return None
+
+    @property
     def others(self) -> list[int]:
         """The other fronts that serve."""
         return [row for row in self.rows if row != self.row]

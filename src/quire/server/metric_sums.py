@@ -55,6 +55,7 @@ RULES: Mapping[str, Rule] = {
     "quire:engine_stalled": Rule.LARGEST,
     "quire:engine_heartbeat_age_seconds": Rule.LARGEST,
     "quire:engine_last_recovery_seconds": Rule.LARGEST,
+    "quire:connections_open": Rule.LARGEST,
     "quire:fronts_serving": Rule.LARGEST,
     "quire:front_restarts": Rule.LARGEST,
     "quire:http_requests_open": Rule.SUM,

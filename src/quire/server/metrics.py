@@ -218,6 +218,9 @@ class Metrics:
         yield GaugeMetricFamily("quire:fronts_serving", text, counts.get("fronts_serving", 1))
         text = "Processes that served HTTP and were replaced."
         yield CounterMetricFamily("quire:front_restarts", text, counts.get("front_restarts", 0))
+        connections = self._fronts.num_connections
+        if connections is not None:
+            yield GaugeMetricFamily("quire:connections_open", "Open connections, also idle ones.", connections)
         found: dict[str, Metric] = {}
         for model in self._models.values():
             for metric in model.collect():

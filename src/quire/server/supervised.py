@@ -93,6 +93,10 @@ class SupervisorClient(Fronts):
         num_requests, num_tokens, rate = self._board.queue_of_others(self.row, queue)
         return QueueLoad(num_requests, num_tokens, rate / RATE_SCALE)
 
+    @property
+    def num_connections(self) -> int:
+        return self._board.num_connections
+
     def is_crowded(self) -> bool:
         """Whether connections get scarce, those of all fronts counted."""
         return self._board.is_crowded

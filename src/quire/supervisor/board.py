@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from quire.engine.launch import anonymous_file
 
 _BEAT, _ALIVE, _RECEIVING, _QUEUES = range(4)  # the last one is the first column of the queues
-_CROWDED = 0  # of the supervisor's row, which is the last one
+_CROWDED, _CONNECTIONS = range(2)  # of the supervisor's row, which is the last one
 _LINE = 8  # columns in a cache line
 QUEUE_COLUMNS = 3
 _NUMBER_BYTES = 8
@@ -61,9 +61,15 @@ class Board:
         """Whether connections get scarce, as the supervisor has found."""
         return bool(self._numbers[self.num_rows * self._columns + _CROWDED])
 
-    def set_crowded(self, crowded: bool) -> None:
-        """Record whether connections get scarce."""
+    @property
+    def num_connections(self) -> int:
+        """How many connections there are, those that wait for a front included."""
+        return self._numbers[self.num_rows * self._columns + _CONNECTIONS]
+
+    def set_connections(self, count: int, *, crowded: bool) -> None:
+        """Record how many connections there are, and whether they get scarce."""
         self._numbers[self.num_rows * self._columns + _CROWDED] = int(crowded)
+        self._numbers[self.num_rows * self._columns + _CONNECTIONS] = count
 
     def set_queue(self, row: int, queue: int, numbers: Sequence[int]) -> None:
         """Record the `QUEUE_COLUMNS` numbers that say how long a queue of this front is."""

@@ -137,7 +137,7 @@ class Supervisor:
         self._hand_over()
         for connection in self._waiting.poll(self._status()):
             self._counter.remove(connection.admission)
-        self._board.set_crowded(self._counter.is_crowded)
+        self._board.set_connections(self._counter.num_connections, crowded=self._counter.is_crowded)
         self._notify_watchdog()
 
     def _done(self) -> bool:
