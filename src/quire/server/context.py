@@ -19,6 +19,7 @@ from quire.server.fronts import Fronts
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
 from quire.server.paths import is_admin
+from quire.server.relay import is_relayed
 from quire.server.responses.store import ResponseStore
 from quire.server.served_model import ServedModel
 from quire.server.shared_models import SharedModels
@@ -86,7 +87,7 @@ class ServerContext:
 
         One that another front has forwarded counts there.
         """
-        count = 0 if scope["state"].get("relayed") else 1
+        count = 0 if is_relayed(scope) else 1
         self._count_open(count)
         try:
             yield

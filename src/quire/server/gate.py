@@ -19,6 +19,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import ErrorResponse, HTTPProblem, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
 from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED, route_path
+from quire.server.relay import is_relayed
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class _Exchange:
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
         self.request_id = given[0].decode() if valid else str(uuid.uuid4())
         scope.setdefault("state", {})["request_id"] = self.request_id
-        self.relayed = bool(scope["state"].get("relayed"))
+        self.relayed = is_relayed(scope)
         self._send = send
 
     async def send(self, message: Message) -> None:
