@@ -124,11 +124,6 @@ def engine_pid(server: Server) -> int:
     raise AssertionError("there is no engine")
 
 
-def front_pids(server: Server) -> list[int]:
-    """Return the process ids of the fronts."""
-    return [pid for pid in server.children() if b"quire.server.run" in _command(pid)]
-
-
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

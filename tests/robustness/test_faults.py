@@ -18,7 +18,6 @@ from tests.helpers.faults import (
     alive,
     body_of,
     engine_pid,
-    front_pids,
     is_ready,
     leftovers,
     load,
@@ -27,6 +26,7 @@ from tests.helpers.faults import (
     seconds_until,
     show,
 )
+from tests.helpers.fronts import fronts_of, wait_for_fronts
 from tests.helpers.server import Server, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -226,7 +226,7 @@ def lose_front(
 ) -> tuple[int, dict[str, float]]:
     """Send a signal to the busiest front under load; return how many streams it had, and seconds from the signal."""
     seconds = {}
-    fronts = front_pids(server)
+    fronts = fronts_of(server)
     with load(server, asked) as requests:
         requests.wait_for_events(STREAMS * 20)
         victim = max(fronts, key=lambda pid: num_connections(server, pid))
@@ -234,14 +234,14 @@ def lose_front(
         os.kill(victim, number)
         killed = time.monotonic()
         seconds["answer"] = seconds_until(lambda: server.get("/livez", 5.0)[0] in (200, 503), most=5, since=killed)
-        seconds["gone"] = seconds_until(lambda: victim not in front_pids(server), most=10, since=killed)
+        seconds["gone"] = seconds_until(lambda: victim not in fronts_of(server), most=10, since=killed)
         canary = read(server, body_of(99, max_tokens=3, **PROMPT))
         seconds["canary"] = canary.at - killed
         seconds["blocks free"] = seconds_until(
             lambda: server.metric("vllm:num_requests_running") <= STREAMS - lost, most=60, since=killed
         )
         answers = requests.answers()
-    replaced = lambda: len(set(front_pids(server)) - {victim}) == len(fronts)  # noqa: E731
+    replaced = lambda: len(set(fronts_of(server)) - {victim}) == len(fronts)  # noqa: E731
     seconds["new front"] = seconds_until(replaced, most=60, since=killed)
     assert (canary.status, canary.reason) == (200, "length")
     assert sum(not answer.done for answer in answers) == lost
@@ -261,12 +261,13 @@ def test_a_front_that_dies_or_freezes_takes_nothing_but_its_own_streams(
     asked = bodies(120)
     rows: list[tuple[object, ...]] = []
     with serve(tmp_path / "log.txt", "--api-server-count", str(num_fronts), "--disable-access-log") as server:
-        seconds_until(lambda: len(front_pids(server)) == num_fronts, most=60)
+        wait_for_fronts(server, num_fronts)
         expected = undisturbed(server, asked)
         read(server, body_of(99, max_tokens=1, **PROMPT))
         engine = engine_pid(server)
         for turn in range(repetitions or 3):
             lost, seconds = lose_front(server, asked, expected, number)
+            wait_for_fronts(server, num_fronts)
             assert seconds["answer"] < 1.0
             assert engine_pid(server) == engine and server.process.poll() is None
             assert server.metric("vllm:prefix_cache_hits_total") > 0
