@@ -164,7 +164,9 @@ def test_quantized_safetensors(tmp_path: Path, convert: Convert, quantization: s
     model(out).step({"a": PROMPT})
 
 
-def test_a_gguf_file_becomes_a_folder(tmp_path: Path, convert: Convert, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_file_becomes_a_folder(
+    tmp_path: Path, convert: Convert, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gguf")
     from quire.demo import demo_model_path
     from tests.helpers.gguf_files import tokenizer_metadata, write_gguf
@@ -173,8 +175,10 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path, convert: Convert, capsys: 
     extra = {**tokenizer_metadata(demo_model_path(), "gpt2"), "tokenizer.ggml.pre": "gpt-2"}
     extra |= {"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.eos_token_id": 5}
     write_gguf(demo_model_path(), path, "Q8_0", extra)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["convert", str(path), str(out), "--format", "safetensors"]) == 0
     capsys.readouterr()
+    assert len(list((tmp_path / "cache/quire/tokenizers").iterdir())) == 1, "the tokenizer was tried out"
     ours, original = Tokenizer.from_folder(out), Tokenizer.from_folder(path)
     assert ours.encode("Hello there, <|user|>!") == original.encode("Hello there, <|user|>!")
     assert (ours.chat_template, ours.eos_token_id) == ("{{ messages }}", 5)

@@ -159,6 +159,16 @@ def test_values_arrive_as_they_are(workers: TemplateWorkers) -> None:
     assert CompiledTemplate(source, workers).render(context) == workers.render(source, context)
 
 
+@pytest.mark.parametrize("source", ["{{ raise_exception('\\ud800') }}", "{{ messages['\\ud800'].x }}"])
+def test_errors_with_half_a_character_arrive_as_they_are(source: str, workers: TemplateWorkers) -> None:
+    errors = []
+    for render in (CompiledTemplate(source, workers).render, lambda context: workers.render(source, context)):
+        with refused("messages") as caught:
+            render({"messages": [USER]})
+        errors.append(caught.value.message)
+    assert errors[0] == errors[1] and "ud800" in repr(errors[0])
+
+
 # ---- what is stopped ----
 
 

@@ -26,9 +26,8 @@ class Panic(BaseException):
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache" / "quire"
-    monkeypatch.setattr(tokenizer_check, "CACHE_FOLDER", folder)
-    return folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quire" / "tokenizers"
 
 
 @pytest.fixture
@@ -61,6 +60,10 @@ GROWING = {"type": "Sequence", "normalizers": [replacing({"String": "q"}, "q" * 
 BAD = {
     "a pre-tokenizer that panics": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "panics"),
     "an expression that explodes": ({"normalizer": replacing({"Regex": "(a|a)*$"}, "b")}, "panics|takes"),
+    "a decoder that panics": (
+        {"decoder": {"type": "Strip", "content": "a", "start": 2**60, "stop": 2**60}},
+        "fails to decode",
+    ),
     "a normalizer that grows texts": ({"normalizer": GROWING}, "takes too much memory|takes more than"),
     "a post-processor that grows texts": (
         {
@@ -104,6 +107,7 @@ def large(tmp_path: Path) -> Path:
 def test_one_that_takes_for_ever_to_load_is_refused(large: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_check, "LOAD_SECONDS", 0.02)
     monkeypatch.setattr(tokenizer_check, "SECONDS_PER_BYTE", 0.0)
+    monkeypatch.setattr("quire.frontend.worker_process.WALL_FACTOR", 1e3)
     with pytest.raises(ModelError, match=r"tokenizer\.json: the tokenizer takes more than [0-9.]+ seconds to load"):
         load_tokenizer(large)
 
@@ -111,7 +115,7 @@ def test_one_that_takes_for_ever_to_load_is_refused(large: Path, cache: Path, mo
 def test_one_that_takes_too_much_memory_to_load_is_refused(
     large: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_check, "MEMORY", 300 << 20)
+    monkeypatch.setattr(tokenizer_check, "MEMORY", 100 << 20)
     monkeypatch.setattr(tokenizer_check, "MEMORY_PER_BYTE", 0)
     with pytest.raises(ModelError, match=r"tokenizer\.json: the tokenizer takes too much memory"):
         load_tokenizer(large)
@@ -152,6 +156,16 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path, cache: P
     for _ in range(2):
         assert load_tokenizer(folder).encode("hello")
     assert len(trials) == 2
+
+
+@pytest.mark.parametrize(("variable", "place"), [("", ".cache"), ("relative", ".cache"), ("/NEW", "NEW")])
+def test_verdicts_are_remembered_where_the_user_keeps_caches(
+    variable: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", variable.replace("/", f"{tmp_path}/"))
+    load_tokenizer(folder_with(tmp_path / "model"))
+    assert len(list((tmp_path / place / "quire" / "tokenizers").iterdir())) == 1
 
 
 def test_errors_of_files_are_those_of_loading(tmp_path: Path, cache: Path) -> None:

@@ -28,7 +28,8 @@ BROAD = {"Exception", "BaseException"}
 ENVIRONMENT_READERS = {
     "child_process.py": "PYTHONPATH, for the child",
     "cli/collect_env.py": "what a report of a problem should say",
-    "frontend/tokenizer_check.py": "TOKENIZERS_PARALLELISM, which has no other switch, for the child",
+    "frontend/tokenizer_check.py": "XDG_CACHE_HOME, as all programs do",
+    "frontend/worker_process.py": "numbers of threads, which have no other switch, for the child",
     "supervisor/systemd.py": "how systemd says that it listens",
 }
 

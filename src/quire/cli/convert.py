@@ -201,6 +201,7 @@ def _write_config(info: ModelInfo, out: Path, model: ModelConfig, extra: Mapping
 
 def _write_tokenizer(path: Path, out: Path) -> None:
     """Write the tokenizer of a GGUF file as the files of a model folder."""
+    from quire.frontend.tokenizer_check import load_tokenizer
     from quire.tokenizer.files import (
         CONFIG_FILE,
         TEMPLATE_FILE,
@@ -209,6 +210,7 @@ def _write_tokenizer(path: Path, out: Path) -> None:
         read_tokenizer_folder,
     )
 
+    load_tokenizer(path)  # it is tried out
     files = read_tokenizer_folder(path)
     files.backend.save(str(out / TOKENIZER_FILE))
     (out / CONFIG_FILE).write_text(json.dumps(files.special_tokens, indent=2) + "\n", encoding="utf-8")

@@ -502,8 +502,11 @@ class AsyncLLM:
         """Return the grammar of a request, compiled, and the bound on its reasoning."""
         constraints = self.front_model.constraints(params, token_ids, message_spec)
         job = constraints.job
-        if job is None or self._grammars.is_cached(job):
-            return None if job is None else self._grammars.compile(job), constraints.thinking
+        if job is None:
+            return None, constraints.thinking
+        cached = self._grammars.cached(job)
+        if cached is not None:
+            return cached.unwrap(), constraints.thinking
         return await self._in_waiting_thread(lambda: self._grammars.compile(job)), constraints.thinking
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import msgspec
 from jinja2 import Template, TemplateSyntaxError
 
 from quire.errors import ErrorData, RequestError
@@ -84,12 +83,12 @@ class TemplateWorkers:
     def variables(self, source: str) -> frozenset[str]:
         """Return the names that a template reads. Raises `TemplateSyntaxError`, also if that takes too much."""
         try:
-            result = msgspec.json.decode(self._pool.run(_job(source), TIMEOUT), type=_Inspected)
+            names, problem, line = json.loads(self._pool.run(_job(source), TIMEOUT))
         except JobKilledError as error:
             raise TemplateSyntaxError(f"compiling it takes {error}", 1) from None
-        if result.error is not None:
-            raise TemplateSyntaxError(result.error, result.line)
-        return result.variables
+        if problem is not None:
+            raise TemplateSyntaxError(problem, line)
+        return frozenset(names)
 
     def render(self, source: str, context: Mapping[str, Any]) -> str:
         """Render a template. Raises `RequestError`, as `render_bounded`, also if that takes too much."""
@@ -98,7 +97,7 @@ class TemplateWorkers:
         except JobKilledError as error:
             raise too_complex(f"takes {error}") from None
         if result[:1] == _ERROR:
-            raise msgspec.json.decode(result[1:], type=ErrorData).exception()
+            raise ErrorData(*json.loads(result[1:])).exception()
         return result[1:].decode("utf-8", "surrogatepass")
 
 
@@ -148,29 +147,24 @@ class CompiledTemplate:
 
 
 def _job(source: str, context: Mapping[str, Any] | None = None) -> bytes:
-    return json.dumps([source, context]).encode()
+    return _json([source, context])
+
+
+def _json(value: Any) -> bytes:
+    """Return JSON in ASCII: messages and templates may hold lone surrogates, which UTF-8 does not."""
+    return json.dumps(value).encode()
 
 
 # ---- the child process ----
 
 
-class _Inspected(msgspec.Struct):
-    """The names that a template reads, or what is wrong with it."""
-
-    variables: frozenset[str] = frozenset()
-    error: str | None = None
-    line: int = 1
-
-
 def _inspect(source: str) -> bytes:
+    """Return the names that a template reads, what is wrong with it or None, and in which line."""
     try:
         compiled(source)
-        result = _Inspected(variables_read(parse_template(source)))
+        return _json([sorted(variables_read(parse_template(source))), None, 1])
     except TemplateSyntaxError as error:
-        result = _Inspected(error=(error.message or "")[:1000], line=error.lineno)
-    except MemoryError:
-        result = _Inspected(error="compiling it takes too much memory")
-    return msgspec.json.encode(result)
+        return _json([[], (error.message or "")[:1000], error.lineno])
 
 
 compiled = lru_cache(CACHED_TEMPLATES)(compile_template)
@@ -182,10 +176,11 @@ def _render(source: str, context: Mapping[str, Any]) -> bytes:
     except RequestError as error:
         found = error
     except MemoryError:
-        found = too_complex("takes too much memory")
+        raise
     except Exception as error:  # the boundary of the process: whatever Jinja raises, it is the template's
         found = failed(error)
-    return _ERROR + msgspec.json.encode(ErrorData.of(found))
+    data = ErrorData.of(found)
+    return _ERROR + _json([data.error_class, data.message, data.param, data.code])
 
 
 def _work(job: bytes) -> bytes:

@@ -11,7 +11,6 @@ within the same limits, that the engine will use.
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -23,8 +22,6 @@ from quire.frontend.formats.message import MessageSpec
 from quire.frontend.formats.registry import REASONING_FORMATS, TOOL_FORMATS, MessageFormat
 from quire.frontend.worker_process import QUEUE_TIMEOUT, JobKilledError, WorkerPool, serve
 from quire.structured_outputs import StructuredOutputParams
-
-logger = logging.getLogger(__name__)
 
 TIMEOUT = 2.0  # seconds for one job
 CACHE_BYTES = 16 << 20
@@ -86,11 +83,15 @@ class GrammarCompiler:
         self._cached_bytes = 0
         self._workers = WorkerPool(__name__, "grammars", queue_timeout=queue_timeout)
 
-    def is_cached(self, job: Job) -> bool:
-        """Whether the result of a job is cached."""
+    def cached(self, job: Job) -> CompileResult | None:
+        """Return the result of a job if it is cached."""
+        key = _key(_encode_job(job))
         with self._lock:
-            result = self._results.get(_key(_encode_job(job)))
-            return result is not None and result.done()
+            future = self._results.get(key)
+            if future is None or not future.done():
+                return None
+            self._results.move_to_end(key)
+        return future.result()
 
     def compile(self, job: Job) -> str | None:
         """Return the grammar for a job; None if nothing is to be constrained. Blocks up to some seconds.
@@ -174,11 +175,6 @@ def compile_job(job: Job) -> CompileResult:
         return CompileResult(error=ErrorData.of(error))
     except RecursionError:
         return CompileResult(error=_too_complex("it is nested too deeply"))
-    except MemoryError:
-        return CompileResult(error=_too_complex("compiling it takes too much memory"))
-    except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the request
-        logger.exception("compiling a grammar failed")
-        return CompileResult(error=ErrorData("QuireError", f"compiling a grammar failed: {type(error).__name__}"))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import tokenizers
 from quire.checkpoint.gguf.reader import GGUFFile
 from quire.checkpoint.gguf.source import is_gguf
 from quire.demo import demo_model_path
-from quire.errors import ModelError, RequestError
+from quire.errors import GenerationError, ModelError, RequestError
 from quire.frontend.worker_process import JobDiedError, JobKilledError, WorkerPool, serve
 from quire.tokenizer.files import FILES, VOCABULARY_FILES
 from quire.tokenizer.tokenizer import Tokenizer, TokenizerPanicError
@@ -31,12 +31,11 @@ from quire.tokenizer.tokenizer import Tokenizer, TokenizerPanicError
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the check; another one is made again
-CACHE_FOLDER = Path("~/.cache/quire/tokenizers")
 GOOD = b"good\n"
 LOAD_SECONDS = 8.0
 SECONDS_PER_BYTE = 1e-6
 TEXT_SECONDS = 4.0
-MEMORY = 1 << 30  # bytes of address space, and as many times the size of the files
+MEMORY = 1 << 30  # bytes of address space for it, and as many times the size of the files
 MEMORY_PER_BYTE = 16
 MAX_COUNTED = 1 << 27  # bytes of a file: beyond, it has neither more time and memory nor a remembered verdict
 LONG = 100_000
@@ -132,9 +131,15 @@ def _remembered(files: list[Path]) -> Path | None:
             with path.open("rb") as file:
                 digest.update(f"\0{path.name if path.name in FILES else 'gguf'} {size}\0".encode())
                 digest.update(file.read(size))
-        return CACHE_FOLDER.expanduser() / digest.hexdigest()
+        return _cache_folder() / digest.hexdigest()
     except (OSError, RuntimeError, ModelError):  # not readable, no home, no GGUF file: loading it says what is wrong
         return None
+
+
+def _cache_folder() -> Path:
+    """Return the folder of verdicts. Raises `RuntimeError` if the user has no home."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored unless absolute, says the specification
+    return (Path(cache) if cache.startswith("/") else Path("~/.cache").expanduser()) / "quire" / "tokenizers"
 
 
 def _header_size(path: Path, size: int) -> int:
@@ -185,10 +190,10 @@ class _Trial:
             return error.message.encode()
         except TokenizerPanicError as error:
             return f"the tokenizer panics on {probe} ({error.reason})".encode()
+        except GenerationError as error:
+            return f"{error.message}, those of {probe}".encode()
         except RequestError:
             pass  # some have no token for a text; that is the request's error
-        except MemoryError:
-            return f"the tokenizer takes too much memory to encode and decode {probe}".encode()
         return b""
 
 
@@ -202,7 +207,6 @@ def _use(tokenizer: Tokenizer, text: str) -> None:
 
 def main() -> None:
     """Try out tokenizers until the connection is closed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads take much address space
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)  # where a panic writes its stack
     serve("tokenizer", partial(_Trial.do, _Trial()))

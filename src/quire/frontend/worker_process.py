@@ -5,13 +5,15 @@ wrote, and no check in the same process can stop a call into C or Rust. A `Worke
 each within limits of time and memory. A child that exceeds one is killed; it costs that job, and nothing else.
 
 The child's module calls `serve` with what it does to a job. Jobs and results are bytes, each after its length. The
-limit of memory is RLIMIT_AS; where the system does not enforce it (macOS), the limit of time alone holds.
+limit of time is one of processor time, so that a busy machine makes no job fail. The limit of memory is RLIMIT_AS;
+where the system does not enforce it (macOS), the limit of time alone holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import struct
@@ -31,10 +33,17 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
 QUEUE_TIMEOUT = 8.0  # seconds that a job waits for a process
 MAX_PROCESSES = 2
-MEMORY = 1 << 30  # bytes of address space; some 100 to 200 MiB of it are the interpreter and its libraries
+WALL_FACTOR = 8.0  # how much longer than its processor time a job may take, since other processes run, too
+MEMORY = 1 << 30  # bytes of address space for the jobs, on top of what the interpreter and its libraries take
 MAX_RESULT = 1 << 27  # bytes
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# Libraries of numbers start a thread for each core, with a stack and buffers of its own; a job needs one thread.
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
 _LENGTH = struct.Struct("!Q")
+_SECONDS = struct.Struct("!d")
+_RESULT, _NO_MEMORY, _FAILED = b"r", b"m", b"f"  # what the child sends after a job
 
 
 class JobKilledError(Exception):
@@ -45,8 +54,12 @@ class JobTimeoutError(JobKilledError):
     """It took too long."""
 
 
+class JobMemoryError(JobKilledError):
+    """It ran out of memory, and its process goes on."""
+
+
 class JobDiedError(JobKilledError):
-    """Its process ended: by the limit of memory, by a crash, or because somebody killed it."""
+    """Its process ended: by a library that found no memory, by a crash, or because somebody killed it."""
 
 
 class WorkerPool:
@@ -56,7 +69,7 @@ class WorkerPool:
 
     Args:
         module: its `main` calls `serve`. what: the jobs, in the plural, for messages.
-        memory: bytes of address space of a process. queue_timeout: seconds that a job waits for a process.
+        memory: bytes of address space for the jobs. queue_timeout: seconds that a job waits for a process.
     """
 
     def __init__(
@@ -72,7 +85,8 @@ class WorkerPool:
         self._queue_timeout = queue_timeout
         self._slots = threading.BoundedSemaphore(max_processes)
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._idle: list[_Child] = []
+        self._busy: list[_Child] = []
         self._closed = False
         # Not __del__: in a cycle of garbage, that may come after the sockets were found to be open.
         weakref.finalize(self, _kill_all, self._idle).atexit = False
@@ -81,88 +95,100 @@ class WorkerPool:
         """Return the result of a job. Blocks up to some seconds.
 
         Args:
-            timeout: seconds for the job. retry: do it once more, in a new process, if the first one ends. The second
-                try shows whether that was the job, or somebody who killed the process.
+            timeout: seconds of processor time for the job. retry: do it once more, in a new process, if the first one
+                ends. The second try shows whether that was the job, or somebody who killed the process.
 
         Raises:
-            JobTimeoutError, JobDiedError: it was stopped. OverloadedError: too many jobs wait.
+            JobKilledError: one of its kinds: the job was stopped. OverloadedError: too many jobs wait, the machine is
+            too busy for this one, or it starts no process. QuireError: the job failed by a fault of ours.
         """
         if not self._slots.acquire(timeout=self._queue_timeout):
             raise OverloadedError(f"too many {self._what} wait for a worker process; try again later")
         try:
-            worker = self._take() or self._new()
             try:
-                result = worker.do(job, timeout)
+                return self._do(self._take() or self._new(), job, timeout)
             except JobDiedError:
-                if not retry:
+                if not retry or self._closed:
                     raise
-                worker = self._new()
-                result = worker.do(job, timeout)
-            self._give(worker)
-            return result
+                return self._do(self._new(), job, timeout)
         except JobKilledError as error:
             logger.warning("a worker process for %s was stopped: its job took %s", self._what, error)
             raise
         finally:
             self._slots.release()
 
+    def _do(self, child: _Child, job: bytes, timeout: float) -> bytes:
+        with self._lock:
+            self._busy.append(child)
+        try:
+            return child.do(job, timeout)
+        finally:
+            with self._lock:
+                self._busy.remove(child)
+            self._keep(child)
+
+    def _keep(self, child: _Child) -> None:
+        with self._lock:
+            if child.alive and not self._closed:
+                self._idle.append(child)
+                return
+        child.kill()
+
     def prestart(self) -> None:
         """Start a process, so that the first job need not wait for one."""
 
         def start() -> None:
             with contextlib.suppress(QuireError):  # the first job says it
-                self._give(self._new())
+                self._keep(self._new())
 
         threading.Thread(target=start, name=f"{self._module}-prestart", daemon=True).start()
 
     def close(self) -> None:
-        """End the processes; those at work end with their jobs. A later job has a process of its own."""
+        """End the processes, also those at work: their jobs end with an error. A later job has one of its own."""
         with self._lock:
             self._closed = True
             idle = list(self._idle)
             self._idle.clear()
+            for child in self._busy:  # whoever waits for its result sees that, and closes the connection
+                child.end()
         _kill_all(idle)
 
-    def _new(self) -> _Worker:
-        return _Worker(self._module, self._what, self._memory)
+    def _new(self) -> _Child:
+        return _Child(self._module, self._what, self._memory)
 
-    def _take(self) -> _Worker | None:
+    def _take(self) -> _Child | None:
         """Return an idle process that is alive, or None."""
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                worker = self._idle.pop()
-            if worker.alive:
-                return worker
-            worker.kill()
-
-    def _give(self, worker: _Worker) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(worker)
-                return
-        worker.kill()
+                child = self._idle.pop()
+            if child.alive:
+                return child
+            child.kill()
 
 
-class _Worker:
+class _Child:
     """One process."""
 
     def __init__(self, module: str, what: str, memory: int) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            file = theirs.fileno()
-            options = map(str, (*logs.settings().values(), memory, file))
-            self._process = start_module(
-                module, *options, pass_fds=[file], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
+        self._what = what
+        try:
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._process = _start(module, memory, theirs.fileno())
+                except BaseException:
+                    self._socket.close()
+                    raise
+        except OSError as error:  # no file, process or memory is left
+            raise OverloadedError(f"a worker process for {what} cannot be started ({error.strerror})") from None
         try:
             self._receive(START_TIMEOUT)
+        except TimeoutError:
+            raise OverloadedError(f"the machine is too busy to start a worker process for {what}") from None
         except JobKilledError:
             raise QuireError(f"the worker process for {what} does not start") from None
-        except BaseException:
-            self.kill()
-            raise
 
     @property
     def pid(self) -> int:
@@ -176,36 +202,56 @@ class _Worker:
 
     def do(self, job: bytes, timeout: float) -> bytes:
         """Return the result of a job; a process without one in time is killed."""
+        begin = max(timeout, 1.0)
         try:
-            self._socket.settimeout(max(timeout, 0.001))
-            send(self._socket, job)
+            self._socket.settimeout(begin)
+            send(self._socket, _SECONDS.pack(timeout) + job)
+            self._receive(begin)
+        except TimeoutError:  # stopped before it had the job
+            self.kill()
+            raise JobDiedError(f"more than {begin:.3g} seconds to begin") from None
         except OSError:
-            raise self._died() from None
+            raise self._died(timeout) from None
         try:
-            self._receive(timeout)
-        except JobTimeoutError as error:  # stopped before it had the job
-            raise JobDiedError(str(error)) from None
-        return self._receive(timeout)
+            result = self._receive(WALL_FACTOR * timeout, timeout)
+        except TimeoutError:  # it would have been ended if it had run for so long
+            raise OverloadedError(f"the machine is too busy for {self._what}; try again later") from None
+        kind, data = result[:1], result[1:]
+        if kind == _NO_MEMORY:
+            raise JobMemoryError("too much memory")
+        if kind == _FAILED:
+            raise QuireError(f"a worker process for {self._what} failed ({data.decode()})")
+        return data
 
-    def _receive(self, timeout: float) -> bytes:
-        deadline = time.monotonic() + timeout
+    def _receive(self, wall: float, timeout: float = 0.0) -> bytes:
+        """Receive a message within `wall` seconds. Raises `TimeoutError`, `JobKilledError`; the process is killed."""
+        deadline = time.monotonic() + wall
         try:
             return receive(self._socket, lambda: max(deadline - time.monotonic(), 1e-6))
         except TimeoutError:
             self.kill()
-            raise JobTimeoutError(f"more than {timeout:.3g} seconds") from None
+            raise
         except OSError:
-            raise self._died() from None
+            raise self._died(timeout) from None
         except BaseException:
             self.kill()
             raise
 
-    def _died(self) -> JobDiedError:
+    def _died(self, timeout: float) -> JobKilledError:
         """Return what a job takes that ended the process. Libraries abort when there is no memory."""
-        code = -self.kill()
-        if code in CRASHES:
-            return JobDiedError(f"its process down ({signal.Signals(code).name})")
-        return JobDiedError("too much memory")
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it closes its files before it has an exit code
+            self._process.wait(1.0)
+        code = self.kill()
+        if code == -signal.SIGPROF:
+            return JobTimeoutError(f"more than {timeout:.3g} seconds")
+        if code in (-signal.SIGABRT, -signal.SIGKILL):
+            return JobDiedError("too much memory")
+        reason = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return JobDiedError(f"its process down ({reason})")
+
+    def end(self) -> None:
+        """End it at once; its files are for `kill`, in the thread that waits for it."""
+        self._process.kill()
 
     def kill(self) -> int:
         """End it at once; return the exit code."""
@@ -215,9 +261,21 @@ class _Worker:
         return code
 
 
-def _kill_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.kill()
+def _start(module: str, memory: int, file: int) -> subprocess.Popen[bytes]:
+    options = map(str, (*logs.settings().values(), memory, file))
+    return start_module(
+        module,
+        *options,
+        pass_fds=[file],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        environment={**os.environ, **ONE_THREAD},
+    )
+
+
+def _kill_all(children: list[_Child]) -> None:
+    for child in children:
+        child.kill()
 
 
 def send(connection: socket.socket, data: bytes) -> None:
@@ -265,25 +323,48 @@ def serve(process: str, work: Callable[[bytes], bytes]) -> None:
     level, style, memory, file = sys.argv[1:5]
     logs.setup(level, style, process=process)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     limit_memory(int(memory))
-    with socket.socket(fileno=int(file)) as connection:
-        try:
-            send(connection, b"")
-            while True:
-                job = receive(connection)
-                send(connection, b"")  # a process that does not take its job is not the fault of the job
-                send(connection, work(job))
-        except OSError:
-            return
+    with socket.socket(fileno=int(file)) as connection, contextlib.suppress(OSError):  # until it is closed
+        send(connection, b"")
+        while True:
+            message = receive(connection)
+            send(connection, b"")  # a process that does not take its job is not the fault of the job
+            send(connection, _answer(work, message))
+
+
+def _answer(work: Callable[[bytes], bytes], message: bytes) -> bytes:
+    """Return what is sent about a job. One that takes too long ends this process, also within a call into C."""
+    [timeout] = _SECONDS.unpack_from(message)
+    signal.setitimer(signal.ITIMER_PROF, timeout)
+    try:
+        return _RESULT + work(message[_SECONDS.size :])
+    except MemoryError:
+        return _NO_MEMORY
+    except Exception as error:  # the boundary of the process: a fault of ours must not look like one of the job
+        logger.exception("a job failed")
+        return _FAILED + type(error).__name__.encode()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def limit_memory(size: int) -> None:
-    """Limit the address space of this process [bytes], where the system has such limits."""
+    """Let this process take `size` bytes of address space more than it has, where the system has such limits."""
     try:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        most = size + address_space()
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     except (ImportError, OSError, ValueError):
         logger.debug("this system has no limit of memory for a process")
+
+
+def address_space() -> int:
+    """Return how many bytes of address space this process has; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
