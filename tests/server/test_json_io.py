@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -71,6 +72,7 @@ def test_what_is_written_patiently_is_read_as_it_was(value: dict[str, Any], coun
 
 def test_a_long_text_is_simple() -> None:
     assert is_simple(json.dumps({"prompt": "a" * 10**6}).encode())
+    assert not is_simple(json.dumps({"prompt": "a" * 2**20}).encode())
     assert not is_simple(b"[" + b"[]," * 10_000 + b"[]]")
 
 
@@ -115,6 +117,33 @@ def test_constants_that_json_does_not_have_are_refused_by_their_place(constant: 
         with pytest.raises(RequestError, match=f"{constant} is not JSON at character {len(text)}$") as error:
             parse_json(f"{text}{constant}]}}".encode())
         assert error.value.code == "invalid_json"
+
+
+def test_escapes_before_a_constant_take_no_memory_to_speak_of() -> None:
+    body = b'{"a":"' + b"\\\\" * 2**19 + b'","b":NaN}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match=f"at character {len(body) - 4}$"):
+            parse_json(body)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("padding", ["", "0," * 10_000], ids=["few values", "many values"])
+def test_numbers_have_a_bounded_length(padding: str) -> None:
+    def read(number: str) -> Any:
+        return parse_json(f'{{"a": [{padding}{number}], "b": {number}}}'.encode())
+
+    for exact in ("9" * 400, "-" + "9" * 399, "1." + "5" * 398, "-1e-" + "0" * 300 + "5"):
+        assert read(exact)["a"][-1] == read(exact)["b"] == json.loads(exact)
+    for sign in ("", "-"):
+        huge = read(sign + "9" * 4000)
+        assert huge["a"][-1] == huge["b"] == int(sign + "1" + "0" * 40)
+    for fraction in ("1." + "5" * 399, "1e" + "0" * 400, "9" * 400 + ".5"):
+        place = len(f'{{"a": [{padding}')
+        with pytest.raises(RequestError, match=rf"a number has .*\(at most 400 .* at character {place}$"):
+            read(fraction)
 
 
 def test_large_bodies_are_answered_as_small_ones(server: LiveServer) -> None:

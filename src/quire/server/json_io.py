@@ -1,10 +1,11 @@
 """JSON of requests and responses of any size, without blocking the event loop.
 
-CPython's C decoder holds the GIL: a body of some megabytes of brackets would block the whole server for seconds. A body
-with many delimiters is therefore decoded by a slower decoder in Python, in a thread, and only up to a bound on its
-number of values. Everything else, long strings included, is decoded at once. Large responses are likewise encoded in
-pieces, in a thread. It is one thread for all: several would be no faster, since they share the GIL, but the event loop
-would wait for a time slice of each of them.
+CPython's C decoder holds the GIL: a body of some megabytes of brackets would block the whole server for seconds. A
+large body, or one with many delimiters, is therefore decoded by a slower decoder in Python, in a thread, and only up to
+a bound on its number of values. A string is still read at once: 8 MiB of the slowest escapes take 40 ms. A number is,
+too, and because its time grows with the square of its length it has a bound on that. Everything else is decoded at
+once. Large responses are likewise encoded in pieces, in a thread. It is one thread for all: several would be no faster,
+since they share the GIL, but the event loop would wait for a time slice of each of them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import gc
 import json
 import json.decoder
 import json.scanner
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -27,8 +29,11 @@ from starlette.responses import Response
 JSON = "application/json"
 THREAD_CHARS = 65536  # characters of a response from which on a thread encodes it
 FEW_DELIMITERS = 8192
+FEW_BYTES = 2**20
+MAX_NUMBER_CHARS = 400  # a double has at most 17 digits that count, and 309 in all without an exponent
 MAX_VALUES = 2**17  # in one body; numbers in lists of numbers are not counted
 PIECE = 65536  # characters of a list of numbers that are read at once: a millisecond
+SHORT_NUMBER = MAX_NUMBER_CHARS // 2  # a longer one than the bound covers such a stretch, wherever it begins
 MAX_KNOWN = 2**17  # different integers of a list of which one object each is kept
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list
@@ -44,6 +49,19 @@ ScanOnce = Callable[[str, int], tuple[Any, int]]  # reads the value of a text th
 
 class TooManyValuesError(Exception):
     """There are more than `MAX_VALUES`."""
+
+
+class BadNumberError(ValueError):
+    """A number that is not read: NaN and Infinity, which are not JSON, and fractions that are too long.
+
+    Attributes:
+        place: of its first character in the text; None as long as it is unknown.
+    """
+
+    place: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} at character {self.place}"
 
 
 _json_thread = ThreadPoolExecutor(1, "quire-json")
@@ -62,7 +80,20 @@ async def run_in_thread_if(large: Any, work: Callable[[], T]) -> T:
     """Return `work()`, which is Python code; if it is large it runs in the thread for such work."""
     if not large:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_json_thread, contextvars.copy_context().run, work)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_json_thread, contextvars.copy_context().run, _uncollected, work)
+
+
+def _uncollected(work: Callable[[], T]) -> T:
+    """Return `work()`, meanwhile without garbage collection.
+
+    It would hold the GIL for up to 0.4 s to look through a million new objects; data like JSON has no cycles.
+    """
+    gc.disable()
+    try:
+        return work()
+    finally:
+        gc.enable()
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -82,20 +113,41 @@ async def large_json_response(size: int, build: Callable[[], Any]) -> Response:
 
 
 def is_simple(body: bytes) -> bool:
-    """Whether a body has so few delimiters that decoding it at once does not block the event loop for long."""
-    return len(body) <= FEW_DELIMITERS or sum([body.count(mark) for mark in DELIMITERS]) <= FEW_DELIMITERS
+    """Whether a body is so small, with so few delimiters, that decoding it does not block the event loop for long."""
+    if len(body) <= FEW_DELIMITERS:
+        return True
+    return len(body) <= FEW_BYTES and sum([body.count(mark) for mark in DELIMITERS]) <= FEW_DELIMITERS
 
 
-def decode_in_pieces(text: str, **hooks: Any) -> Any:
-    """Return the same as `json.loads`, or raise the same; to be called in a thread.
+def decode(text: str, *, simple: bool, parse_int: Callable[[str], int]) -> Any:
+    """Return the value of a JSON text; unless it is `simple`, to be called in a thread.
 
     Args:
-        hooks: `parse_constant` and `parse_int` of `json.loads`.
+        parse_int: reads an integer, of any number of digits.
 
     Raises:
-        TooManyValuesError: there are too many values.
+        JSONDecodeError: it is not JSON. BadNumberError: it has a number that is not read. RecursionError: it is nested
+            too deeply. TooManyValuesError: there are too many values and it is not simple.
     """
-    return _Decoder(**hooks).decode(text)
+    if simple:
+        with contextlib.suppress(BadNumberError):  # of which the C decoder does not know the place
+            return json.loads(text, parse_int=parse_int, parse_float=_parse_float, parse_constant=_refuse_constant)
+    return decode_in_pieces(text, parse_int)
+
+
+def decode_in_pieces(text: str, parse_int: Callable[[str], int] = int) -> Any:
+    """Return and raise what `decode` does, but let other threads run meanwhile."""
+    return _Decoder(parse_int).decode(text)
+
+
+def _parse_float(text: str) -> float:
+    if len(text) > MAX_NUMBER_CHARS:
+        raise BadNumberError(f"a number has {len(text)} characters (at most {MAX_NUMBER_CHARS} are read)")
+    return float(text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadNumberError(f"{name} is not JSON")
 
 
 def encode_in_pieces(value: Any) -> bytes:
@@ -133,28 +185,32 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
 class _Decoder(json.JSONDecoder):
     """`json.JSONDecoder` in pure Python: other threads can run meanwhile, and values are counted."""
 
-    def __init__(self, **hooks: Any) -> None:
-        super().__init__(**hooks)
-        self._hooks = hooks
+    def __init__(self, parse_int: Callable[[str], int]) -> None:
+        super().__init__(parse_int=parse_int, parse_float=_parse_float, parse_constant=_refuse_constant)
         self._num_values = 0
         self.parse_array = self._array
         self.parse_object = self._object
-        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+        self.scan_once = self._watched(json.scanner.py_make_scanner(self))  # type: ignore[attr-defined]
 
-    def _counted(self, scan_once: ScanOnce) -> ScanOnce:
-        """Return the function that reads a value and counts it, before the object or list around it has been read."""
+    def _watched(self, scan_once: ScanOnce) -> ScanOnce:
+        """Return the function that reads a value, counts it before it has been read, and says where a bad number is."""
 
         def scan(text: str, start: int) -> tuple[Any, int]:
             self._num_values += 1
             if self._num_values > MAX_VALUES:
                 raise TooManyValuesError
-            return scan_once(text, start)
+            try:
+                return scan_once(text, start)
+            except BadNumberError as error:
+                if error.place is None:
+                    error.place = start
+                raise
 
         return scan
 
     def _object(self, place: tuple[str, int], strict: bool, scan_once: ScanOnce, *hooks: Any) -> tuple[Any, int]:
         read = json.decoder.JSONObject  # type: ignore[attr-defined]
-        return read(place, strict, self._counted(scan_once), *hooks)  # type: ignore[no-any-return]
+        return read(place, strict, self._watched(scan_once), *hooks)  # type: ignore[no-any-return]
 
     def _array(self, place: tuple[str, int], scan_once: ScanOnce) -> tuple[list[Any], int]:
         text, start = place
@@ -165,13 +221,15 @@ class _Decoder(json.JSONDecoder):
             numbers = self._numbers(text, start, end)
             if numbers is not None:
                 return numbers, end + 1
-        return json.decoder.JSONArray(place, self._counted(scan_once))  # type: ignore[attr-defined, no-any-return]
+        return json.decoder.JSONArray(place, self._watched(scan_once))  # type: ignore[attr-defined, no-any-return]
 
     def _numbers(self, text: str, start: int, end: int) -> list[Any] | None:
         """Return the numbers of a list, piece by piece; None if they are none after all.
 
         Equal integers become one object: token ids are many, and few of them differ.
         """
+        if any(text.find(",", at, at + SHORT_NUMBER) < 0 for at in range(start, end - SHORT_NUMBER, SHORT_NUMBER)):
+            return None  # one is so long that it may be too long
         numbers: list[Any] = []
         known: dict[int, int] = {}
         try:
@@ -179,14 +237,14 @@ class _Decoder(json.JSONDecoder):
                 cut = text.rfind(",", start, start + PIECE)
                 if cut < 0:
                     return None
-                piece = json.loads(f"[{text[start:cut]}]", **self._hooks)
+                piece = json.loads(f"[{text[start:cut]}]")
                 if not piece:
                     return None  # two commas in a row
                 if len(known) < MAX_KNOWN and set(map(type, piece)) == {int}:
                     piece = [known.setdefault(number, number) for number in piece]
                 numbers += piece
                 start = cut + 1
-            rest = json.loads(f"[{text[start:end]}]", **self._hooks)
+            rest = json.loads(f"[{text[start:end]}]")
         except ValueError:
             return None
         return None if numbers and not rest else numbers + rest

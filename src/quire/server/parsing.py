@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -30,9 +29,11 @@ from quire.checks import (
 from quire.errors import RequestError, echo, kind_of
 from quire.server.errors import HTTPProblem, release_body
 from quire.server.json_io import (
+    MAX_NUMBER_CHARS,
     MAX_VALUES,
+    BadNumberError,
     TooManyValuesError,
-    decode_in_pieces,
+    decode,
     is_simple,
     run_in_thread_if,
 )
@@ -40,12 +41,10 @@ from quire.server.protocol import RequestModel, responds_with
 from quire.server_config import ServerConfig
 
 MAX_DEPTH = 64
-MAX_DIGITS = 4000  # Python itself refuses to read longer integers
-HUGE = 10**40  # stands for integers longer than that; above every bound of every field
+HUGE = 10**40  # stands for integers of more digits than are read; above every bound of every field
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 MAX_QUERY_DIGITS = 9
-CONSTANT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|(NaN|-?Infinity)', re.DOTALL)
 # Fields whose texts are checked elsewhere, where the position within them is known, or that need no check.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
@@ -119,7 +118,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8 (byte {error.start})") from None
     try:
-        value = _decode(text, simple=simple)
+        value = decode(text, simple=simple, parse_int=_parse_int)
     except TooManyValuesError:
         message = f"the body has more than {MAX_VALUES} values"
         raise HTTPProblem(413, message, code="request_too_large") from None
@@ -127,8 +126,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg} at character {error.pos}") from None
-    except _ConstantError as error:
-        raise _invalid(f"{error} at character {_find_constant(text)}") from None
+    except BadNumberError as error:
+        raise _invalid(str(error)) from None
     _check_depth(value)
     if not isinstance(value, dict):
         raise RequestError(
@@ -138,33 +137,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _decode(text: str, *, simple: bool) -> Any:
-    load: Callable[..., Any] = json.loads if simple else decode_in_pieces
-    try:
-        return load(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, _ConstantError):
-        raise
-    except ValueError:  # an integer with more digits than Python reads
-        return load(text, parse_constant=_refuse_constant, parse_int=_parse_int)
-
-
 def _parse_int(digits: str) -> int:
-    if len(digits) <= MAX_DIGITS:
+    if len(digits) <= MAX_NUMBER_CHARS:
         return int(digits)
     return -HUGE if digits.startswith("-") else HUGE
-
-
-class _ConstantError(ValueError):
-    """NaN, Infinity or -Infinity, which Python's decoder accepts and passes on without its place."""
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _ConstantError(f"{name} is not JSON")
-
-
-def _find_constant(text: str) -> int:
-    """Return where the first constant stands that is not within a string."""
-    return next((found.start() for found in CONSTANT.finditer(text) if found[1]), 0)
 
 
 def _check_depth(value: Any) -> None:
