@@ -9,6 +9,9 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from quire.server.starter import MAX_STARTED, Starter
 from tests.helpers.live_server import LiveServer
 from tests.server.sockets import POST, read_all
@@ -32,6 +35,40 @@ def test_a_few_are_started_in_each_round_in_their_order() -> None:
     asyncio.run(run())
     assert counts == [0, MAX_STARTED, 2 * MAX_STARTED, *[2 * MAX_STARTED + 1] * 2, 2 * MAX_STARTED + 2]
     assert started == [*range(2 * MAX_STARTED + 1), -1]
+
+
+def test_one_that_cannot_be_started_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    started: list[int] = []
+
+    async def run() -> None:
+        loop, starter = asyncio.get_running_loop(), Starter()
+        for number in range(2 * MAX_STARTED):
+            starter.start(loop, fail)
+            starter.start(loop, lambda number=number: started.append(number))  # type: ignore[misc]
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    def fail() -> None:
+        raise MemoryError
+
+    asyncio.run(run())
+    assert started == [*range(2 * MAX_STARTED)]
+    assert "a request could not be started" in caplog.text
+
+
+def test_the_connection_of_one_that_cannot_be_started_is_closed(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", fail)
+    with socket.create_connection(server.listener.getsockname(), 20) as connection:
+        connection.sendall(POSTED)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+    monkeypatch.undo()
+    assert server.http.post("/v1/completions", json={}).status_code == 400
 
 
 POSTED = POST + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}"

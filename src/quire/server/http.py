@@ -337,7 +337,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 scope["state"]["received_body"].release()
 
         self._running = cycle
-        start = functools.partial(super()._start_asgi_task, cycle, serve)
+        start_task = functools.partial(super()._start_asgi_task, cycle, serve)
+
+        def start() -> None:
+            try:
+                start_task()
+            except BaseException:  # there is no task that would answer
+                self.transport.abort()
+                raise
+
         if without_root(cycle.scope["path"], self._root_path) in RESERVED_PATHS:
             start()
         else:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 MAX_STARTED = 4  # in a round: some milliseconds of work, for the first step of a request is its longest
 
@@ -27,6 +30,10 @@ class Starter:
             self._round = loop.call_soon(self._begin_round, loop)
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        for _ in range(min(MAX_STARTED, len(self._waiting))):
-            self._waiting.popleft()()
+        turn = [self._waiting.popleft() for _ in range(min(MAX_STARTED, len(self._waiting)))]
         self._round = loop.call_soon(self._begin_round, loop) if self._waiting else None
+        for run in turn:
+            try:
+                run()
+            except Exception:  # the boundary between requests: those of others are started all the same
+                logger.exception("a request could not be started")
