@@ -15,6 +15,7 @@ from quire.checkpoint.hf_config import load_model_info
 from quire.errors import ModelError
 from quire.kernels.cpu.backend import CPUBackend
 from quire.layers.lora import LoRASlots, LoRATarget
+from quire.lora import peft_config
 from quire.lora.adapter import Adapter, read_adapter
 from quire.models.loader import load_model
 from tests.helpers.adapters import PREFIX, Tensors, factors, write_adapter
@@ -114,6 +115,17 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {"(": 3}}, "expected a regular expression"),
     ({"layers_to_transform": ["0"]}, "layers_to_transform is"),
 ]
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
+def test_expressions_that_take_long_together(
+    tmp_path: Path, targets: dict[str, LoRATarget], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_config, "MAX_WORK", 10_000)
+    text = "(?:.*(?<!x))" * 150
+    folder = write_adapter(tmp_path, good(), **{field: text if "modules" in field else {text: 2}})
+    with pytest.raises(ModelError, match=f"{field} is .*fewer or simpler regular expressions"):
+        read(folder, targets)
 
 
 @pytest.mark.parametrize(("config", "message"), BAD_CONFIGS, ids=[str(item[0])[:40] for item in BAD_CONFIGS])

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.lora.patterns import Pattern
+from quire.lora import patterns
+from quire.lora.patterns import Work
+from quire.lora.peft_config import MAX_WORK
+
+
+class TooMuchWorkError(Exception):
+    pass
+
+
+def Pattern(text: str, *, ending: bool = False, steps: int = 10**7) -> patterns.Pattern:
+    return patterns.Pattern(text, Work([steps], TooMuchWorkError()), ending=ending)
+
 
 NAMES = ("model.layers.1.self_attn.q_proj", "model.layers.12.mlp.down_proj", "lm_head", "", "A.b-c")
 PATTERNS = (
@@ -26,6 +38,8 @@ PATTERNS = (
     r"(a|)*(b?){3}.*",
     r"lm_head|embed",
     r"\Alm.head\Z",
+    r"^model\.layers.1\.self_attn\.q_proj$",
+    r".*[a-z](?<!mlp\.[a-z]{4}_proj)",
 )
 
 
@@ -69,6 +83,7 @@ def test_no_expression_takes_long(text: str) -> None:
     [
         ("(", "missing \\)"),
         ("a)(?:b", "unbalanced"),
+        ("(?<=a+)b", "fixed-width"),
         (r"(a)\1", "groupref is not supported"),
         ("x" * 2001, "more than 2000 characters"),
         ("(" * 60 + ")" * 60, "nested too deeply"),
@@ -78,3 +93,42 @@ def test_no_expression_takes_long(text: str) -> None:
 def test_what_is_no_expression_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Pattern(text, ending=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(?i:[\\0-\U0010fffe])" * 98,
+        "(?:.*(?<!x))" * 150,
+        "[" + "abc" * 600 + "]*x",
+        "(?:(?:(?:.*)*)*)*" * 110,
+        "(?:(?:.*){9}.){60}" * 100,
+        "x" * 2000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_many_expressions_are_bounded_together(text: str) -> None:
+    """For many names, too: each was fast enough, but not 2048 of them."""
+    work = Work([10**5], TooMuchWorkError())
+    begun = time.thread_time()
+    with pytest.raises(TooMuchWorkError):
+        for number in range(2048):
+            pattern = patterns.Pattern(text, work, ending=True)
+            for layer in range(10):
+                pattern.fullmatch(f"model.layers.{layer}.self_attn.q_proj{number}")
+    assert time.thread_time() - begun < 5.0  # here 0.1
+
+
+def test_what_adapters_of_large_models_name_is_matched() -> None:
+    work = Work([MAX_WORK], TooMuchWorkError())
+    parts = (
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+    )
+    modules = [f"model.layers.{layer}.{part}" for layer in range(126) for part in parts.split()]
+    targets = patterns.Pattern(
+        r"^model\.(?!vision).*layers\.\d+\.(self_attn|mlp)\.(?:q|k|v|o|gate|up|down)_proj$", work
+    )
+    assert all(targets.fullmatch(name) for name in modules + modules)
+    work = Work([MAX_WORK], TooMuchWorkError())
+    names = [patterns.Pattern(name.replace(".", r"\."), work, ending=True) for name in modules]
+    assert sum(pattern.fullmatch(name) for name in modules for pattern in names) == len(modules)

@@ -694,9 +694,10 @@ def spoil_adapter(folder: Path, rng: random.Random, mark: str) -> str:
         changes = {key: bad_value(rng) for key in rng.sample((*keys, *more), rng.choice([1, 1, 2]))}
         if form == 1:
             pattern = rng.choice(["(a+)+$", "(.*)*x", "(" * 500, "a{9999}{9999}", ".*" * 500 + "x", "((a|a)*)*b"])
+            pattern = rng.choice([pattern, "(?:.*(?<!x))" * 150, "(?i:[\\0-\U0010fffe])" * 98])
             changes = {rng.choice(["target_modules", "exclude_modules"]): pattern}
             if rng.random() < 0.5:
-                changes = {"rank_pattern": {pattern: 4}}
+                changes = {"rank_pattern": {f"{pattern}{number}": 4 for number in range(rng.choice([1, 2048]))}}
         changes |= {"base_model_name_or_path": "http://127.0.0.1:9/x", "auto_mapping": {"base_model_class": "evil"}}
         path.write_bytes(text_of({**fields, **changes}))
         return f"adapter with {str(changes)[:80]}"

@@ -196,7 +196,7 @@ class _Reader:
         a = self._read(*tensors[names[0]], (rank, inputs))
         b = self._read(*tensors[names[1]], (outputs, rank))
         with np.errstate(over="ignore", invalid="ignore"):
-            b = b * np.float32(self._config.scale_of(target.name))
+            b = b * np.float32(self._config.scale_of(target.name, rank))
         if not np.isfinite(b).all():
             raise ModelError(f"{self._config.path}: with this lora_alpha, {target.name} is too large for float32")
         return LoRAChange(a, b, table)

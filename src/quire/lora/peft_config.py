@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.checkpoint.files import ConfigFields, read_json_object
 from quire.errors import ModelError, echo, first_line
-from quire.lora.patterns import Pattern
+from quire.lora.patterns import Pattern, Work
 
 CONFIG_FILE = "adapter_config.json"
 MAX_NAMES = 2048  # rank_pattern and the like may name every module
+MAX_WORK = 2**22  # steps for compiling and matching all expressions: some seconds
 MAX_PATHS = 64  # of lists of layers
 NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of a layer, in the name of a module
 # Fields that must be absent, null, false or empty; and why.
@@ -36,6 +37,7 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "routing among adapters is not supported",
     "kasa_config": "KaSA is not supported",
 }
+T = TypeVar("T")
 # Ways to begin training that change the model's own weights, so that the adapter fits no unchanged model.
 CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga")
 
@@ -67,12 +69,11 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's factors."""
-        return _by_pattern(self.ranks, module, self.rank)
+        return _first(self.ranks, module, self.rank)
 
-    def scale_of(self, module: str) -> float:
-        """Return what their product is multiplied by (Kalajdzievski 2023 with rslora)."""
-        rank = self.rank_of(module)
-        return _by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+    def scale_of(self, module: str, rank: int) -> float:
+        """Return what the product of factors of that rank is multiplied by (Kalajdzievski 2023 with rslora)."""
+        return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def selects(self, module: str) -> bool | None:
         """Whether the adapter changes a linear layer or table of the model; None if only PEFT could tell."""
@@ -94,7 +95,7 @@ class PeftConfig:
         return None
 
 
-def _by_pattern(values: tuple[tuple[Pattern, Any], ...], module: str, default: Any) -> Any:
+def _first(values: tuple[tuple[Pattern, Any], ...], module: str, default: Any) -> Any:
     return next((value for pattern, value in values if pattern.fullmatch(module)), default)
 
 
@@ -125,20 +126,18 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
         )
     rank = fields.integer("r", low=1)
     ranks, alphas = _by_name(fields, "rank_pattern"), _by_name(fields, "alpha_pattern")
+    left = [MAX_WORK]
     config = PeftConfig(
         path,
         rank,
         fields.number("lora_alpha", 8.0),
         fields.flag("use_rslora", False),
-        tuple((_compiled(fields, "rank_pattern", key, ending=True), ranks.integer(key, low=1)) for key in ranks.values),
-        tuple((_compiled(fields, "alpha_pattern", key, ending=True), alphas.number(key)) for key in alphas.values),
-        None if fields.values.get("target_modules") == "all-linear" else _modules(fields, "target_modules"),
-        _modules(fields, "exclude_modules"),
+        _by_pattern(fields, "rank_pattern", ranks, lambda key: ranks.integer(key, low=1), left),
+        _by_pattern(fields, "alpha_pattern", alphas, alphas.number, left),
+        None if fields.values.get("target_modules") == "all-linear" else _modules(fields, "target_modules", left),
+        _modules(fields, "exclude_modules", left),
         _layers(fields),
-        tuple(
-            _compiled(fields, "layers_pattern", name, ending=True)
-            for name in _names(fields, "layers_pattern", MAX_PATHS)
-        ),
+        _compiled(fields, "layers_pattern", _names(fields, "layers_pattern", MAX_PATHS), left),
         _names(fields, "modules_to_save"),
         fields.flag("ensure_weight_tying", False),
     )
@@ -158,13 +157,27 @@ def _by_name(fields: ConfigFields, name: str) -> ConfigFields:
     return inner
 
 
-def _compiled(fields: ConfigFields, name: str, text: str, *, ending: bool = False) -> Pattern:
-    try:
-        return Pattern(text, ending=ending)
-    except ValueError as error:
-        raise ModelError(
-            f"{fields.path}: {name} has {echo(text)} (expected a regular expression; {first_line(error)})"
-        ) from None
+def _by_pattern(
+    fields: ConfigFields, name: str, given: ConfigFields, read: Callable[[str], T], left: list[int]
+) -> tuple[tuple[Pattern, T], ...]:
+    return tuple(zip(_compiled(fields, name, given.values, left), map(read, given.values), strict=True))
+
+
+def _compiled(
+    fields: ConfigFields, name: str, texts: Iterable[str], left: list[int], *, ending: bool = True
+) -> tuple[Pattern, ...]:
+    """Return the regular expressions of a field; `left` as for `Work`, `ending` as for `Pattern`."""
+    work = Work(left, fields.error(name, "fewer or simpler regular expressions, which take less time"))
+
+    def compiled(text: str) -> Pattern:
+        try:
+            return Pattern(text, work, ending=ending)
+        except ValueError as error:
+            raise ModelError(
+                f"{fields.path}: {name} has {echo(text)} (expected a regular expression; {first_line(error)})"
+            ) from None
+
+    return tuple(map(compiled, texts))
 
 
 def _names(fields: ConfigFields, name: str, most: int = MAX_NAMES) -> tuple[str, ...]:
@@ -175,10 +188,10 @@ def _names(fields: ConfigFields, name: str, most: int = MAX_NAMES) -> tuple[str,
     return tuple(items)
 
 
-def _modules(fields: ConfigFields, name: str) -> tuple[str, ...] | Pattern | None:
+def _modules(fields: ConfigFields, name: str, left: list[int]) -> tuple[str, ...] | Pattern | None:
     value = fields.values.get(name)
     if isinstance(value, str):
-        return _compiled(fields, name, value)
+        return _compiled(fields, name, [value], left, ending=False)[0]
     return _names(fields, name) if value else None
 
 
