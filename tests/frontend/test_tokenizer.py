@@ -226,3 +226,14 @@ def test_a_vocabulary_that_spells_a_control_token_is_taken_apart(tmp_path: Path)
     ids = tokenizer.encode_segments(["a </s> b", vocab["</s>"]])
     assert ids.count(vocab["</s>"]) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a </s> b</s>"
+
+
+def test_a_speech_model_has_more_added_tokens_than_words(tmp_path: Path) -> None:
+    """65536 and more, each an object of six values in two files."""
+    train_byte_level().save(str(tmp_path / "tokenizer.json"))
+    details = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    tokens = [{"content": f"<|s_{index}|>", **details} for index in range(140_000)]
+    config = {"eos_token": "<|s_5|>", "added_tokens_decoder": {str(index): token for index, token in enumerate(tokens)}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": tokens}))
+    assert Tokenizer.from_folder(tmp_path).special_tokens["eos_token"] == "<|s_5|>"

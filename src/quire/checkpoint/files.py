@@ -22,7 +22,7 @@ from quire.errors import ModelError, echo, kind_of
 MAX_JSON_BYTES = 64 * 1024 * 1024
 # Values of one file: as objects, four million of them would take a gigabyte.
 MAX_VALUES = 2**18
-MAX_NAMES = 2**20  # of tensors, eight for each of them
+MAX_NAMES = 2**20  # of tensors, eight for each of them, or of added tokens, seven for each: speech models have 65536
 MAX_TOKENS = 2**22  # of vocabularies: several times those of the largest
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.checkpoint.files import MAX_JSON_BYTES, MAX_TOKENS, check_size, read_json_object, read_text
+from quire.checkpoint.files import MAX_JSON_BYTES, MAX_NAMES, MAX_TOKENS, check_size, read_json_object, read_text
 from quire.checkpoint.gguf.source import is_gguf
 from quire.errors import ModelError
 from quire.tokenizer.gguf import MAX_TEMPLATE_BYTES, build, read_gguf_tokenizer
@@ -53,8 +53,8 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
     """
     if is_gguf(folder):
         return TokenizerFiles(*read_gguf_tokenizer(folder))
-    config = read_json_object(folder / CONFIG_FILE, optional=True)
-    special = _special_tokens(read_json_object(folder / SPECIAL_FILE, optional=True), config)
+    config = read_json_object(folder / CONFIG_FILE, optional=True, most=MAX_NAMES)
+    special = _special_tokens(read_json_object(folder / SPECIAL_FILE, optional=True, most=MAX_NAMES), config)
     if os.path.lexists(folder / TOKENIZER_FILE):
         backend = _load(folder / TOKENIZER_FILE)
     elif os.path.lexists(folder / VOCAB_FILE) and os.path.lexists(folder / MERGES_FILE):
