@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -140,3 +141,39 @@ def test_setting_up_twice_writes_once() -> None:
     stream = setup("text")
     logger.info("once")
     assert stream.getvalue().count("once") == 1
+
+
+class SlowStream(io.StringIO):
+    """A stream whose reader pauses until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.released.wait(20)
+        return super().write(text)
+
+
+def test_a_reader_that_pauses_stops_nobody_and_what_is_lost_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_UNWRITTEN", 5)
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.05)
+    stream = SlowStream()
+    handler = logs.ThreadHandler(stream)
+    handler.setFormatter(logs.TextFormatter())
+
+    def log(number: int) -> None:
+        handler.emit(logging.LogRecord("a", logging.INFO, "", 0, f"record {number}.", None, None))
+
+    for number in range(20):
+        log(number)
+    handler.flush()  # it does not wait for long
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 20)
+    stream.released.set()
+    handler.flush()
+    log(20)
+    handler.flush()
+    text = stream.getvalue()
+    written = [int(word) for word in re.findall(r"record (\d+)\.", text)]
+    assert written == [*range(len(written) - 1), 20]
+    assert f"{21 - len(written)} records are missing here" in text

@@ -6,10 +6,13 @@ come with the record: `logger.info("...", extra={"fields": {"status": 200}})`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,6 +23,8 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 CONTINUED = "\n    | "
+MAX_UNWRITTEN = 10_000
+FLUSH_SECONDS = 1.0
 SECONDS_APART = 1.0  # between two warnings of a kind
 MAX_KINDS = 1000
 # They log every HTTP request and compiled function, which is of interest at the level debug only.
@@ -32,13 +37,17 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the HTTP request that is being worked on; every record made meanwhile has it."""
 
 
-def setup(level: str, style: str = TEXT, *, process: str = "", stream: TextIO | None = None) -> None:
+def setup(
+    level: str, style: str = TEXT, *, process: str = "", stream: TextIO | None = None, in_thread: bool = False
+) -> None:
     """Send records of at least `level` ("debug", "info", "warning", "error") to standard error, in the given style.
 
     Args:
         process: which one it is, where a command has several. stream: instead of standard error.
+        in_thread: a thread writes, so that a reader of the log who pauses stops nothing else.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    target = stream or sys.stderr
+    handler = ThreadHandler(target) if in_thread else logging.StreamHandler(target)
     handler.setFormatter(JsonFormatter(process) if style == JSON else TextFormatter(process))
     handler.addFilter(Throttle())
     root = logging.getLogger()
@@ -140,6 +149,46 @@ def _traces(formatter: logging.Formatter, record: logging.LogRecord) -> list[str
     if record.stack_info:
         traces.append(formatter.formatStack(record.stack_info))
     return traces
+
+
+class ThreadHandler(logging.Handler):
+    """Has a thread write records to a stream. If `MAX_UNWRITTEN` wait for that, others are dropped, and counted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(MAX_UNWRITTEN)
+        self._num_dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record."""
+        try:
+            line = self.format(record)
+            if self._num_dropped:
+                text = f"{self._num_dropped} records are missing here, because nobody has read the log"
+                missing = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+                line = f"{self.format(missing)}\n{line}"
+            self._lines.put_nowait(line)
+            self._num_dropped = 0
+        except queue.Full:
+            self._num_dropped += 1
+        except Exception:  # as all handlers: a record that cannot be formatted ends nothing
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all is written, for `FLUSH_SECONDS` at most."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            self._lines.task_done()
 
 
 class Throttle(logging.Filter):

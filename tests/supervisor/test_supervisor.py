@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -30,7 +31,7 @@ SECONDS = 20.0
 class Supervised:
     """A supervisor process, started for a test."""
 
-    def __init__(self, folder: Path, modes: str, **options: Any) -> None:
+    def __init__(self, folder: Path, modes: str, num_files: int = 1024, **options: Any) -> None:
         file = folder / "modes"
         file.write_text(modes)
         self.tls = options.get("ssl_certfile") is not None
@@ -41,6 +42,7 @@ class Supervised:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files)),
             env={**os.environ, fake_front.MODES: str(file), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         )
         self.errors: list[str] = []
@@ -227,6 +229,43 @@ def test_probes_are_truthful_while_a_front_is_frozen_and_replaced(start: Callabl
         assert server.get(b"/livez")[0] == 503
 
 
+def test_a_client_that_begins_no_handshake_does_not_stop_the_supervisor(
+    start: Callable[..., Supervised], tmp_path: Path
+) -> None:
+    cert, key = map(str, certify(tmp_path, "localhost"))
+    server = start("serve", ssl_certfile=cert, ssl_keyfile=key, front_stall_timeout=2.0)
+    server.line()
+    [front] = server.fronts()
+    os.kill(front, signal.SIGSTOP)
+    host, port = server.url.rpartition("/")[2].split(":")
+    with socket.create_connection((host, int(port)), SECONDS):  # it waits for the front first
+        until(lambda: not psutil.pid_exists(front))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
+def test_a_burst_of_connections_is_no_stall(start: Callable[..., Supervised]) -> None:
+    server = start(num_files=4096)
+    server.line()
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(800)]
+        for connection in connections:
+            connection.sendall(GET % b"/livez")
+        assert {read(connection)[0] for connection in connections} == {200}
+
+
+def test_more_connections_than_files_end_nothing(start: Callable[..., Supervised]) -> None:
+    server = start("freeze serve", num_files=128, max_connections=1000, front_stall_timeout=2.0)
+    server.line()
+    [front] = server.fronts()
+    with contextlib.ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(server.connect())
+        until(lambda: not psutil.pid_exists(front))
+        until(lambda: len(server.fronts()) == 1)
+    assert server.get()[0] == 200 and server.process.poll() is None
+
+
 def test_clients_that_send_nothing_or_go_away_do_not_disturb(start: Callable[..., Supervised]) -> None:
     server = start("deaf")
     silent = [server.connect() for _ in range(20)]
@@ -273,6 +312,23 @@ def test_a_signal_ends_it_in_time_whatever_the_front_does(start: Callable[..., S
         began = time.monotonic()
         assert server.end() == 0
         assert time.monotonic() - began < 10.0
+
+
+def test_a_frozen_front_does_not_delay_the_end_of_the_others(start: Callable[..., Supervised]) -> None:
+    server = start(api_server_count=2, front_stall_timeout=60.0)
+    until(lambda: len({server.get()[1]["front"] for _ in range(20)}) == 2)
+    os.kill(server.fronts()[0], signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert server.end() == 0
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_front_that_dies_of_a_signal_without_a_name(start: Callable[..., Supervised]) -> None:
+    server = start()
+    server.line()
+    os.kill(server.fronts()[0], signal.SIGRTMIN + 6)
+    assert server.get()[0] == 200
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def run(values: dict[str, Any]) -> int:
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values)
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
-    logs.setup(config.server.log_level, config.server.log_format)
+    logs.setup(config.server.log_level, config.server.log_format, in_thread=True)
     with contextlib.ExitStack() as stack:
         if config.server.api_server_count > 1 and config.server.data_dir is None:
             # Only in a file can they share stored responses.

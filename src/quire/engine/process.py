@@ -302,7 +302,7 @@ def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
-    logs.setup(**started["log"], process="engine")
+    logs.setup(**started["log"], process="engine", in_thread=True)
     # The parent logs what is written there at the signal or at a crash.
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])

@@ -74,7 +74,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
     for number in SIGNALS:  # Ctrl-C, and the SIGTERM of some service managers, reach all processes of a group
         signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
-    logs.setup(**started["log"])
+    logs.setup(**started["log"], in_thread=True)
     os.set_inheritable(started["stacks"], False)
     faulthandler.enable(started["stacks"])
     faulthandler.register(DUMP_SIGNAL, started["stacks"])
@@ -179,7 +179,7 @@ class _Front:
         tasks.append(asyncio.create_task(self.metrics.watch_loop(), name="quire-loop-lag"))
         tasks.append(asyncio.create_task(self.metrics.publish_often(), name="quire-publish-metrics"))
         tasks.append(asyncio.create_task(self.watch.run(), name="quire-watch"))
-        tasks.append(asyncio.create_task(self.supervisor.beat(self._is_alive), name="quire-beat"))
+        beat = asyncio.create_task(self.supervisor.beat(self._is_alive), name="quire-beat")
         await self.http.has_started.wait()
         self._attach()
         if not self.resumed:
@@ -203,6 +203,8 @@ class _Front:
             await closing
             if self.context.tracing is not None:
                 await asyncio.to_thread(self.context.tracing.close)
+            beat.cancel()  # last: a front that waits for the end of its engines is not held to be stuck
+            await asyncio.gather(beat, return_exceptions=True)
         return 0
 
     def _attach(self) -> None:

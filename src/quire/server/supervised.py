@@ -29,6 +29,7 @@ from quire.supervisor.quotas import Answer
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.1
+MAX_TAKEN = 4  # connections at a time, before other fronts, and what runs here, get their turn
 ASK_SECONDS = 1.0
 RATE_SCALE = 1000  # the board has whole numbers only
 QUOTA_SECONDS = 2.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
@@ -245,12 +246,17 @@ class SupervisorClient(Fronts):
         self._watch()
 
     def _on_connection(self) -> None:
-        """Take one connection; others may be for other fronts."""
-        taken = self._queue.take()
-        if taken is not None:
+        """Take some connections; others may be for other fronts."""
+        for _ in range(MAX_TAKEN):
+            taken = self._queue.take()
+            if taken is None:
+                return
             message, fd = taken
             self._send({"type": "taken", "number": message["number"]})
-            self.on_connection(fd, message["number"], Admission("", message["excess"], message["may_probe"]))
+            if fd is None:
+                self.close_connection(message["number"])
+            else:
+                self.on_connection(fd, message["number"], Admission("", message["excess"], message["may_probe"]))
 
     def _on_readable(self) -> None:
         for message, fds in self._channel.receive():

@@ -171,13 +171,16 @@ class ConnectionQueue:
             return False
         return True
 
-    def take(self) -> tuple[Message, int] | None:
-        """Return a connection, whose descriptor is the caller's to close; None if there is none."""
+    def take(self) -> tuple[Message, int | None] | None:
+        """Return a connection, whose descriptor is the caller's to close; None if there is none.
+
+        A reader that has as many open files as it may have gets no descriptor, and the connection is lost.
+        """
         try:
             data, fds, _, _ = socket.recv_fds(self._reader, READ_BYTES, 1, CLOSE_ON_EXEC)
         except (BlockingIOError, InterruptedError):
             return None
-        return (json.loads(data), fds[0]) if fds else None
+        return (json.loads(data), fds[0] if fds else None) if data else None
 
     def close(self) -> None:
         """Close the ends."""

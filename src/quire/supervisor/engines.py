@@ -36,6 +36,11 @@ class Engine:
     exit_code: int | None = None
     kill_at: float | None = None
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has loaded its model: only then it looks whether it is to end."""
+        return os.pread(self.files.heartbeat, 8, 0) not in (b"", bytes(8))
+
 
 class Engines:
     """The engines, one for each name, and those that are ending."""

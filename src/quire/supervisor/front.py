@@ -60,21 +60,28 @@ class Front:
         self.connections: dict[int, Admission] = {}
         self.serving = self.ready = self.ended = self.killed = False
         board.clear(row)
-        ours, theirs = socket.socketpair()
-        self._stacks = anonymous_file("quire-stacks")
-        inherited = {
-            "channel": theirs.fileno(),
-            "queue": queue.fileno(),
-            "board": board_fd,
-            "stacks": self._stacks,
-        }
         about = {"row": row, "num_rows": board.num_rows, "num_queues": board.num_queues, "log": logs.settings()}
-        with theirs, os.fdopen(anonymous_file("quire-front"), "w+b") as options:  # no pipe: that could block
-            options.write(json.dumps({**started, **inherited, **about}).encode())
-            options.seek(0)
-            self.process = start_module_here(
-                module, stdin=options, pass_fds=tuple(inherited.values()), environment=systemd.environment_of_children()
-            )
+        with contextlib.ExitStack() as shared:
+            ours, theirs = socket.socketpair()
+            shared.callback(ours.close)
+            with theirs, os.fdopen(anonymous_file("quire-front"), "w+b") as options:  # no pipe: that could block
+                self._stacks = anonymous_file("quire-stacks")
+                shared.callback(os.close, self._stacks)
+                inherited = {
+                    "channel": theirs.fileno(),
+                    "queue": queue.fileno(),
+                    "board": board_fd,
+                    "stacks": self._stacks,
+                }
+                options.write(json.dumps({**started, **inherited, **about}).encode())
+                options.seek(0)
+                self.process = start_module_here(
+                    module,
+                    stdin=options,
+                    pass_fds=tuple(inherited.values()),
+                    environment=systemd.environment_of_children(),
+                )
+            shared.pop_all()
         self.channel = Channel(ours)
 
     @property
@@ -103,12 +110,11 @@ class Front:
         beat = self._board.last_beat(self.row)
         if beat != self._last_beat:
             self._last_beat, self._excused, self._waited = beat, 0.0, None
-        else:
-            self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
+        self._excused += max(0.0, now - max(self._polled + MAX_POLL_SECONDS, beat))
         self._polled = now
         silent = now - beat if beat else now - self._began - START_SECONDS
-        if silent > WAIT_SECONDS and sys.platform == "linux":
-            waited = _seconds_waited(self.pid)
+        waited = _seconds_waited(self.pid) if silent > WAIT_SECONDS and sys.platform == "linux" else None
+        if waited is not None:
             if self._waited is None:
                 self._waited = waited
             silent -= waited - self._waited
@@ -138,10 +144,23 @@ class Front:
         self._board.clear(self.row)
 
 
-def _seconds_waited(pid: int) -> float:
-    """Return for how long the main thread of a process was ready to run and had no processor, see proc(5)."""
+def how_ended(code: int) -> str:
+    """Return an exit code of a process in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # one of those for real-time processes
+        return f"signal {-code}"
+
+
+def _seconds_waited(pid: int) -> float | None:
+    """Return for how long the main thread of a process was ready to run and had no processor, see proc(5).
+
+    None if that cannot be read.
+    """
     try:
         with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count
-        return 0.0
+    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count, or too many files are open
+        return None

@@ -16,6 +16,7 @@ import socket
 import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,9 @@ from quire.server_config import ServerConfig
 from quire.supervisor import systemd
 from quire.supervisor.board import create_board
 from quire.supervisor.channel import QUEUE_KIND, ConnectionQueue, Message
-from quire.supervisor.connections import counter_of
+from quire.supervisor.connections import counter_of, default_connections
 from quire.supervisor.engines import Engine, Engines
-from quire.supervisor.front import Front
+from quire.supervisor.front import Front, how_ended
 from quire.supervisor.listen import CERT_REQS, url_of
 from quire.supervisor.probes import DRAINING, LOADING, RESTARTING, STALLED, ProbeAnswers
 from quire.supervisor.quotas import Quotas
@@ -37,7 +38,10 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 WAITING_POLL_SECONDS = 0.02  # while connections wait for a front
 MAX_ACCEPTED = 64  # at a time
-MAX_WAITING = 1024  # connections without a front; further ones stay in the kernel's queue
+MAX_WAITING = min(1024, default_connections() // 2)  # connections that no front has taken
+DOUBTFUL_SECONDS = 5.0  # until a connection that nobody has is counted no longer
+STOPPING_SECONDS = 0.8  # without a heartbeat, of a front that keeps the server from its end
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)  # what may be there again soon
 MAX_FAILED_STARTS = 3  # in a row
 RETRY_SECONDS = 0.5  # before the second start in a row
 MAX_RETRIES_APART = 60  # times as long
@@ -76,6 +80,7 @@ class Supervisor:
         self._board_fd, self._board = create_board(server.api_server_count, len(started.get("entries") or [None]))
         self._queue = ConnectionQueue(*socket.socketpair(socket.AF_UNIX, QUEUE_KIND))
         self._queued: dict[int, Accepted] = {}  # those in the queue, or just taken from it
+        self._doubtful: dict[int, float] = {}  # those that may have ended with a front, and since when
         self._waiting = WaitingConnections(
             ProbeAnswers(server.path_prefix), None if server.ssl_certfile is None else self._tls_context
         )
@@ -86,10 +91,11 @@ class Supervisor:
         self._start_at: dict[int, float] = dict.fromkeys(range(server.api_server_count), 0.0)
         self._published: dict[str, Any] = {}
         self._replies: dict[int, list[tuple[Front, int]]] = {}  # calls that are answered when an engine has ended
+        self._tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
         self._selector = selectors.DefaultSelector()
         self._listening = False
         self._num_accepted = 0
-        self._num_failed_starts = 0
+        self._num_failed_starts: Counter[int] = Counter()  # in a row, by row of the board
         self._num_replaced = 0
         self._was_ready = False
         self._num_signals = 0
@@ -122,7 +128,7 @@ class Supervisor:
 
     def _step(self) -> None:
         self._check_fronts()
-        self._listen(len(self._waiting) < MAX_WAITING)
+        self._listen(True)
         self._watch_channels()
         seconds = WAITING_POLL_SECONDS if len(self._waiting) else POLL_SECONDS
         for key, _ in self._selector.select(seconds):
@@ -135,8 +141,7 @@ class Supervisor:
         self._reap()
         self.engines.check()
         self._hand_over()
-        for connection in self._waiting.poll(self._status()):
-            self._counter.remove(connection.admission)
+        self._answer_waiting()
         self._board.set_connections(self._counter.num_connections, crowded=self._counter.is_crowded)
         self._notify_watchdog()
 
@@ -147,8 +152,15 @@ class Supervisor:
     def _stopping(self) -> bool:
         return self._num_signals > 0 or self._end is not None
 
-    def _status(self) -> str:
-        """Why connections wait; a key of `probes.REASONS`."""
+    @property
+    def _reacting(self) -> bool:
+        """Whether there is a front that takes connections."""
+        return any(front.reacts for front in self._fronts.values())
+
+    def _status(self) -> str | None:
+        """Why connections wait for a front, a key of `probes.REASONS`; None if they need not wait."""
+        if self._reacting:
+            return None
         if self._stopping:
             return DRAINING
         if any(front.serving and not front.killed for front in self._fronts.values()):
@@ -181,7 +193,7 @@ class Supervisor:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if error.errno in SCARCE:
                     logger.warning("no connection can be accepted: %s", error.strerror)
                     self._listen(False)
                     time.sleep(WAITING_POLL_SECONDS)  # else it would be tried without a pause
@@ -190,6 +202,12 @@ class Supervisor:
             accepted.setblocking(False)
             self._num_accepted += 1
             self._waiting.add(Accepted(self._num_accepted, accepted, self._counter.add(peer)))
+
+    def _answer_waiting(self) -> None:
+        """Answer connections that no front can, and close those that are too many."""
+        ended = self._waiting.poll(self._status()) + self._waiting.shrink(MAX_WAITING)
+        for connection in ended:
+            self._counter.remove(connection.admission)
 
     def _offer(self, connection: Accepted) -> bool:
         """Put a connection into the queue; return whether there was room."""
@@ -203,29 +221,53 @@ class Supervisor:
 
     def _hand_over(self) -> None:
         """Move connections to the queue once there is a front, and back while there is none."""
-        if any(front.reacts for front in self._fronts.values()):
-            waiting = self._waiting.take()
-            for place, connection in enumerate(waiting):
-                if not self._offer(connection):
-                    for other in waiting[place:]:
-                        self._waiting.add(other)
-                    break
+        self._count_lost()
+        if not self._reacting:
+            self._take_back()
             return
+        waiting = self._waiting.take()
+        for place, connection in enumerate(waiting):
+            if not self._offer(connection):
+                for other in waiting[place:]:
+                    self._waiting.add(other)
+                break
+
+    def _take_back(self) -> None:
+        """Let the connections in the queue wait here."""
         while (taken := self._queue.take()) is not None:
             message, fd = taken
             connection = self._queued.pop(message["number"])
+            self._doubtful.pop(connection.number, None)
+            if fd is None:  # as many files are open as may be
+                self._counter.remove(connection.admission)
+                continue
             connection.socket = socket.socket(fileno=fd)
+            connection.socket.setblocking(False)  # also for what wraps it
             self._waiting.add(connection)
 
+    def _count_lost(self) -> None:
+        """Count those no longer that a front has taken, and died before it said so."""
+        now = time.monotonic()
+        for number in [number for number, since in self._doubtful.items() if now - since > DOUBTFUL_SECONDS]:
+            del self._doubtful[number]
+            connection = self._queued.pop(number, None)
+            if connection is not None:
+                self._counter.remove(connection.admission)
+
     def _tls_context(self) -> ssl.SSLContext:
+        """Return the context for handshakes here, with the certificate as the file has it now."""
         server = self._server
         assert server.ssl_certfile is not None
+        changed = tuple(os.stat(path).st_mtime_ns for path in (server.ssl_certfile, server.ssl_keyfile) if path)
+        if self._tls is not None and self._tls[0] == changed:
+            return self._tls[1]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
         if server.ssl_ca_certs is not None:
             context.load_verify_locations(server.ssl_ca_certs)
         context.verify_mode = CERT_REQS[server.ssl_cert_reqs]
+        self._tls = (changed, context)
         return context
 
     # ---- fronts ----
@@ -240,15 +282,20 @@ class Supervisor:
             if front.killed:
                 continue
             silent = front.silent_for()
-            if silent > self._server.front_stall_timeout:
-                logger.error("front %d has not reacted for %.1f s and is killed", front.pid, silent)
+            if silent > self._stall_timeout(front):
                 stacks = front.dump_stacks()
+                front.kill()
+                logger.error("front %d has not reacted for %.1f s and is killed", front.pid, silent)
                 if stacks:
                     logger.error("front %d was here:\n%s", front.pid, stacks)
-                front.kill()
             elif self._kill_at is not None and now >= self._kill_at:
                 logger.warning("front %d did not stop in time and is killed", front.pid)
                 front.kill()
+
+    def _stall_timeout(self, front: Front) -> float:
+        """Return the seconds after which a silent front is killed: few if only it keeps the server from its end."""
+        impatient = self._num_signals > 1 or (self._stopping and len(self._start_at) > len(self._fronts) == 1)
+        return STOPPING_SECONDS if impatient else self._server.front_stall_timeout
 
     def _start_front(self, row: int) -> None:
         started = {
@@ -261,16 +308,23 @@ class Supervisor:
             front = Front(self._module, started, row, self._board, self._board_fd, self._queue, self._quotas.share())
         except OSError as error:
             logger.error("no front can be started: %s", error)
-            self._note_failed_start(row, f"it cannot be started: {error.strerror}")
+            if error.errno not in SCARCE:
+                self._note_failed_start(row, f"it cannot be started: {error.strerror}")
+                return
+            self._start_at[row] = time.monotonic() + RETRY_SECONDS
+            for connection in self._waiting.shrink(len(self._waiting) // 2):
+                self._counter.remove(connection.admission)
             return
         self._fronts[row] = front
         self._selector.register(front.channel, selectors.EVENT_READ, front)
 
     def _note_failed_start(self, row: int, reason: str, code: int = 1) -> None:
-        """Try again, later and later; without another front that serves, end the server after a few times."""
-        self._num_failed_starts += 1
-        self._start_at[row] = time.monotonic() + RETRY_SECONDS * min(self._num_failed_starts - 1, MAX_RETRIES_APART)
-        if self._num_failed_starts >= MAX_FAILED_STARTS and not any(front.ready for front in self._fronts.values()):
+        """Try again, later and later; end the server once no front could be started a few times in a row."""
+        self._num_failed_starts[row] += 1
+        self._start_at[row] = time.monotonic() + RETRY_SECONDS * min(
+            self._num_failed_starts[row] - 1, MAX_RETRIES_APART
+        )
+        if all(self._num_failed_starts[row] >= MAX_FAILED_STARTS for row in self._start_at):
             self._end_server(code, f"the process that serves HTTP dies at every start: {reason}")
 
     def _end_server(self, code: int, error: str) -> None:
@@ -294,6 +348,8 @@ class Supervisor:
     def _reap_orphans(self) -> None:
         """Reap what ended children have left behind: in a container this process is the parent of all orphans."""
         ours = {front.pid for front in self._fronts.values()} | {engine.process.pid for engine in self.engines}
+        if not hasattr(os, "waitid"):  # not on every platform
+            return
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid in ours:
@@ -311,7 +367,7 @@ class Supervisor:
             self._replies[number] = [(caller, call) for caller, call in calls if caller is not front]
         code = front.process.returncode
         if not front.ended and not self._stopping:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            how = how_ended(code)
             connections = len(front.connections)
             logger.error("front %d has ended (%s), with %d connections; it is replaced", front.pid, how, connections)
             stacks = front.read_stacks() if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS) else ""
@@ -322,6 +378,8 @@ class Supervisor:
             if not front.ready:
                 self._note_failed_start(front.row, how)
         front.close()
+        self._take_back()  # what is not in the queue has another front, which will say so, or had this one
+        self._doubtful.update(dict.fromkeys(self._queued, time.monotonic()))
         self._tell_fronts()
 
     # ---- messages ----
@@ -329,14 +387,14 @@ class Supervisor:
     def _serve(self, front: Front) -> None:
         front.channel.flush()
         for message, fds in front.channel.receive():
-            handler = self._HANDLERS.get(message.get("type", ""))
-            if handler is not None:
-                handler(self, front, message)
-            elif message.get("type") in FORWARDED:
-                self._forward(front, message, fds)
-            else:
-                logger.error("front %d sent an unknown message and is killed", front.pid)
+            try:
+                if message["type"] in FORWARDED:
+                    self._forward(front, message, fds)
+                else:
+                    self._HANDLERS[message["type"]](self, front, message)
+            except Exception:  # boundary: one front must not end the others
                 front.kill()
+                logger.exception("a message of front %d cannot be handled; it is killed", front.pid)
             for fd in fds:
                 os.close(fd)
         if front.channel.ended and front.process.poll() is None and not front.ended:
@@ -350,7 +408,7 @@ class Supervisor:
 
     def _on_ready(self, front: Front, message: Message) -> None:
         front.ready = True
-        self._num_failed_starts = 0
+        self._num_failed_starts[front.row] = 0
         if not self._was_ready:
             self._was_ready = True
             self._announce(f"ready url={self._url} model={message['model']}")
@@ -408,11 +466,11 @@ class Supervisor:
         reply: Message = {"type": "result", "call": message["call"]}
         try:
             engine = self.engines.find(message["name"], message["options"], message["replaced"])
+            front.channel.send({**reply, "engine": engine.number, "pid": engine.process.pid}, engine.files.shared)
         except OSError as error:
             front.channel.send({**reply, "error": str(error)})
             return
         engine.users.add(front.row)
-        front.channel.send({**reply, "engine": engine.number, "pid": engine.process.pid}, engine.files.shared)
 
     def _on_signal_engine(self, front: Front, message: Message) -> None:
         engine = self.engines.get(message["engine"])
@@ -506,14 +564,17 @@ class Supervisor:
             front.kill()
             front.process.wait()
             front.close()
+        self._take_back()
+        self._accept()
+        self._waiting.poll(DRAINING)
         self._waiting.close()
         self._queue.close()
         for engine in self.engines:
-            self.engines.end(engine)
+            self.engines.end(engine, reacts=engine.is_loaded)
         while list(self.engines):
             self.engines.check()
             self.engines.reap()
-            self._selector.select(WAITING_POLL_SECONDS)
+            time.sleep(WAITING_POLL_SECONDS)
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for fd in (self._board_fd, self._signal_read, self._signal_write):
