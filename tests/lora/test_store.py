@@ -42,8 +42,8 @@ class Store(AdapterStore):
             raise ModelError("bad adapter")
         return Adapter({}, 160, 160, f"digest-{request.lora_int_id}"), {"name": request.lora_name}
 
-    def request(self, number: int, user: str) -> None:
-        self.prepare(LoRARequest(f"a{number}", number, "/x"), user)
+    def request(self, number: int, user: str, path: str = "/x") -> None:
+        self.prepare(LoRARequest(f"a{number}", number, path), user)
 
     def results(self) -> dict[str, str]:
         """The results of all users, polled until nothing is being read any more."""
@@ -67,6 +67,24 @@ def test_an_adapter_is_read_once_for_all_its_users(store: Store) -> None:
     assert store.results() == {"a": "digest-1", "b": "digest-1"}
     store.request(1, "c")
     assert store.results() == {"c": "digest-1"} and store.read_numbers == [1]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_another_path_under_a_number_is_refused_until_the_adapter_is_unloaded(store: Store, loaded: bool) -> None:
+    store.request(1, "a", "/x/")
+    if loaded:
+        store.results()
+    store.request(1, "b", "/y")
+    store.request(1, "c", "/x")
+    found = store.results()
+    assert found["b"] == "lora_int_id 1 is that of the adapter in /x; another adapter must have another one"
+    assert found["c"] == "digest-1"
+    store.release(1, "b")
+    for user in "ac":
+        store.release(1, user)
+    store.unload(1)
+    store.request(1, "b", "/y")
+    assert store.results()["b"] == "digest-1"
 
 
 def test_adapters_with_users_stay_and_others_are_unloaded_by_last_use(store: Store) -> None:

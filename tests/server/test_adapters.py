@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 from quire.checkpoint.folder import resolve_model
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ConfigError
-from quire.frontend.adapters import LoRAModule, parse_modules
+from quire.frontend.adapters import AdapterRegistry, LoRAModule, parse_modules
 from tests.helpers.adapters import factors, read_tensors, write_adapter
 from tests.helpers.faults import engine_pid, is_ready, load, seconds_until
 from tests.helpers.live_server import LiveServer
@@ -238,3 +239,31 @@ def test_how_modules_are_written() -> None:
         parse_modules(["a=/x", "a=/y"])
     with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
         EngineConfig.from_kwargs(groups=SERVER_GROUPS, lora_modules=["a=/x"])
+
+
+def test_the_number_of_an_adapter_whose_front_dies_while_it_is_loaded_is_not_given_to_another(tmp_path: Path) -> None:
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, enable_lora=True)
+    numbers: list[int] = []
+    published: dict[str, Any] = {}
+
+    class Death(Exception):
+        """The front ends while the engine loads."""
+
+    async def load(method: str, **arguments: Any) -> dict[str, Any]:
+        numbers.append(arguments["lora_int_id"])
+        if len(numbers) == 1:
+            raise Death
+        return {}
+
+    def registry() -> AdapterRegistry:
+        made = AdapterRegistry(config, load)
+        made.on_change = published.update
+        if published:
+            made.restore(published)
+        return made
+
+    with pytest.raises(Death):
+        asyncio.run(registry().load("x", str(tmp_path)))
+    asyncio.run(registry().load("y", str(tmp_path)))
+    assert numbers == [1, 2]
+    assert [item.request.lora_name for item in registry().registered] == ["y"]

@@ -135,6 +135,7 @@ class AdapterRegistry:
         if not await asyncio.to_thread(_is_folder, path):
             raise NotFoundError(f"{path}: no such folder", param="lora_path", code="adapter_not_found")
         self._loading.add(name)
+        self.on_change(self.state())  # the number is taken, even if this process does not live to see it loaded
         try:
             await self._call("load_lora", **msgspec.structs.asdict(request))
         finally:

@@ -34,6 +34,7 @@ MAX_OVERTAKE_SECONDS = 5.0  # how long users of loaded adapters may overtake an 
 class _Loaded:
     """An adapter in host memory, the users that need it, and whether it is dropped with the last of them."""
 
+    path: Path
     packed: PackedAdapter
     result: AdapterResult
     users: set[str]
@@ -74,8 +75,14 @@ class AdapterStore:
         """Load an adapter for a user if necessary, and keep it until `release`; `poll` returns the result.
 
         While another adapter has waited for too long, loaded adapters get no more users, so that one can be unloaded.
+        An adapter whose number is that of another one, with another path, is refused.
         """
         number = request.lora_int_id
+        known = self._path_of(number)
+        if known is not None and known != Path(request.lora_path):
+            error = f"lora_int_id {number} is that of the adapter in {known}; another adapter must have another one"
+            self._results[user] = AdapterResult(error=error)
+            return
         first = next(iter(self._waiting.values()), None)
         may_overtake = first is None or self._clock() - first.since < MAX_OVERTAKE_SECONDS
         if number in self._loaded and number not in self._waiting and may_overtake:
@@ -110,6 +117,13 @@ class AdapterStore:
             loaded.is_unloaded = True
             if not loaded.users:
                 self._drop(number)
+
+    def _path_of(self, number: int) -> Path | None:
+        """Return the path of an adapter that is loaded, or is to be."""
+        if number in self._waiting:
+            return Path(self._waiting[number].request.lora_path)
+        loaded = self._loaded.get(number)
+        return None if loaded is None else loaded.path
 
     def _add_users(self, number: int, users: set[str]) -> None:
         loaded = self._loaded[number]
@@ -178,7 +192,7 @@ class AdapterStore:
         else:
             number = waiting.request.lora_int_id
             result = AdapterResult(adapter.digest, adapter.vocab_size, adapter.num_logits)
-            self._loaded[number] = _Loaded(packed, result, set())
+            self._loaded[number] = _Loaded(Path(waiting.request.lora_path), packed, result, set())
             self._add_users(number, waiting.users)
             return
         self._results.update(dict.fromkeys(waiting.users, AdapterResult(error=failure)))
