@@ -1,7 +1,7 @@
 """What an engine process shares with its parent, and how it is started. Imports nothing of others.
 
 The child inherits a listener, by which clients are connected (`clients.py`), the memory of its heartbeat
-(`heartbeat.py`) and a file for its stacks, and gets its options as JSON on standard input.
+(`heartbeat.py`) and a file for its stacks, and reads its options, which are JSON, from standard input.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 from quire import logs
 from quire.child_process import start_module
@@ -38,6 +39,15 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile(prefix=name) as file:  # unlinked from the beginning
         return os.dup(file.fileno())
+
+
+@contextlib.contextmanager
+def options_file(name: str, options: dict[str, Any]) -> Iterator[BinaryIO]:
+    """Yield a file with JSON, to be a child's standard input. A pipe could block until the child reads it."""
+    with os.fdopen(anonymous_file(name), "w+b") as file:
+        file.write(json.dumps(options).encode())
+        file.seek(0)
+        yield file
 
 
 class EngineFiles:
@@ -69,12 +79,6 @@ class EngineFiles:
     def shared(self) -> tuple[int, int, int]:
         """The descriptors that the parent, or a process it passes them on to, keeps."""
         return self.listener, self.heartbeat, self.stacks
-
-    def standard_input(self, options: dict[str, Any]) -> bytes:
-        """Return what the child reads: its options (JSON-like), where to log, and its descriptors."""
-        listener, heartbeat, stacks = self.inherited
-        started = {"listener": listener, "heartbeat": heartbeat, "stacks": stacks}
-        return json.dumps({**started, "log": logs.settings(), "options": options}).encode()
 
     def close_child(self) -> None:
         """Close what only the child needs, once it has been started."""
@@ -112,6 +116,30 @@ class LaunchedEngine:
     end: Callable[[bool], Awaitable[None]]
 
 
+def start_engine(
+    options: dict[str, Any], start: Callable[..., subprocess.Popen[bytes]], module: str = MODULE
+) -> tuple[subprocess.Popen[bytes], EngineFiles]:
+    """Start an engine process, which begins to load its model, without waiting for it.
+
+    Args:
+        options: of the engine, JSON-like. start: a function of `child_process`, which runs `main` of `module`.
+
+    Raises `OSError` or `RuntimeError` if the system starts no process.
+    """
+    files = EngineFiles()
+    try:
+        listener, heartbeat, stacks = files.inherited
+        started = {"listener": listener, "heartbeat": heartbeat, "stacks": stacks, "log": logs.settings()}
+        with options_file("quire-engine", {**started, "options": options}) as given:
+            process = start(module, stdin=given, pass_fds=files.inherited)
+    except BaseException:
+        files.close()
+        raise
+    finally:
+        files.close_child()
+    return process, files
+
+
 def launch(options: dict[str, Any], module: str = MODULE) -> LaunchedEngine:
     """Start an engine process as a child of this one, which begins to load its model.
 
@@ -122,18 +150,7 @@ def launch(options: dict[str, Any], module: str = MODULE) -> LaunchedEngine:
     """
     exit_code: Future[int] = Future()
     exit_code.set_running_or_notify_cancel()  # so that it cannot be cancelled
-    files = EngineFiles()
-    try:
-        process = start_module(module, on_exit=exit_code.set_result, stdin=subprocess.PIPE, pass_fds=files.inherited)
-    except BaseException:
-        files.close()
-        raise
-    finally:
-        files.close_child()
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already: its connections are at their ends
-        process.stdin.write(files.standard_input(options))
-        process.stdin.close()
+    process, files = start_engine(options, partial(start_module, on_exit=exit_code.set_result), module)
 
     async def end(reacts: bool) -> None:
         ended = asyncio.wrap_future(exit_code)

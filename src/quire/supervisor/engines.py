@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.child_process import start_module_here
-from quire.engine.launch import CLOSE_SECONDS, MODULE, EngineFiles
+from quire.engine.launch import CLOSE_SECONDS, EngineFiles, start_engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +71,7 @@ class Engines:
         return engine
 
     def _start(self, name: str, options: dict[str, Any]) -> Engine:
-        files = EngineFiles()
-        try:
-            process = start_module_here(MODULE, stdin=subprocess.PIPE, pass_fds=files.inherited)
-        except BaseException:
-            files.close()
-            raise
-        finally:
-            files.close_child()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(files.standard_input(options))
-            process.stdin.close()
+        process, files = start_engine(options, start_module_here)
         self._num_started += 1
         engine = self._engines[self._num_started] = Engine(self._num_started, name, process, files)
         return engine
