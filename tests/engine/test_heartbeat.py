@@ -20,8 +20,8 @@ from quire.engine.heartbeat import (
     HeartbeatWriter,
     StallDetector,
     StepTimeouts,
-    create_heartbeat,
 )
+from quire.engine.launch import EngineFiles
 from quire.engine.loop import run
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
@@ -43,8 +43,10 @@ class Time:
 
 @pytest.fixture
 def memory() -> Iterator[Heartbeat]:
-    fd, made = create_heartbeat()
-    os.close(fd)
+    files = EngineFiles()
+    made = Heartbeat(files.heartbeat)
+    files.close_child()
+    files.close()
     yield made
     made.close()
 
@@ -53,10 +55,11 @@ def memory() -> Iterator[Heartbeat]:
 
 
 def test_two_mappings_of_one_descriptor_see_the_same_and_it_has_no_name() -> None:
-    fd, ours = create_heartbeat()
-    theirs = Heartbeat(fd)
-    assert os.fstat(fd).st_nlink == 0
-    os.close(fd)
+    files = EngineFiles()
+    ours, theirs = Heartbeat(files.heartbeat), Heartbeat(files.heartbeat)
+    assert os.fstat(files.heartbeat).st_nlink == 0
+    files.close_child()
+    files.close()
     theirs.begin(12.5, 8.0, 7)
     theirs.set_request_ids(["a", "b"])
     assert ours.read() == (12.5, 12.5, 8.0, 7)
@@ -245,6 +248,19 @@ def test_time_in_which_nobody_looked_counts_for_two_seconds(memory: Heartbeat) -
     assert watch.stalled_for() == 1.0, "2 + 1 + 1 seconds of silence"
     observer.wait()
     assert watch.stalled_for() == 0.0
+
+
+def test_a_pause_that_began_just_after_a_beat_counts_for_two_seconds_as_well(memory: Heartbeat) -> None:
+    clock = Time()
+    observer, watch = HeartbeatWriter(memory, clock=clock), StallDetector(memory, clock)
+    observer.idle()
+    assert watch.stalled_for() == 0.0
+    clock.now += 0.9
+    observer.wait()  # nobody has seen it when everything stops
+    clock.now += 3600.0
+    assert watch.stalled_for() == 0.0
+    clock.now += 2.0
+    assert watch.stalled_for() == 1.0, "2 + 2 seconds of silence"
 
 
 def test_an_engine_that_ends_is_not_stalled(memory: Heartbeat) -> None:

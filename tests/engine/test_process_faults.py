@@ -27,7 +27,7 @@ import uvloop
 
 from quire.config import EngineConfig
 from quire.engine import heartbeat
-from quire.engine.launch import LaunchedEngine, engine_options, launch
+from quire.engine.launch import EngineFiles, LaunchedEngine, engine_options, launch
 from quire.engine.messages import EngineOutputs
 from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
@@ -443,11 +443,13 @@ def test_twenty_engines_one_after_the_other_leave_no_process_descriptor_or_threa
 
 def test_memory_without_a_name_is_had_without_memfd_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    fd, memory = heartbeat.create_heartbeat()
+    files = EngineFiles()
+    memory = heartbeat.Heartbeat(files.heartbeat)
     try:
-        assert os.fstat(fd).st_nlink == 0
+        assert os.fstat(files.heartbeat).st_nlink == 0
         memory.set_request_ids(["a"])
-        assert heartbeat.Heartbeat(fd).request_ids() == ["a"]
+        assert heartbeat.Heartbeat(files.heartbeat).request_ids() == ["a"]
     finally:
-        os.close(fd)
+        files.close_child()
+        files.close()
         memory.close()

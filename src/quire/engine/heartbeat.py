@@ -8,14 +8,14 @@ requests that it concerns. The parent process reads without the engine's help. S
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from quire.engine.launch import HEARTBEAT_BYTES, anonymous_file
+from quire.engine.heartbeat_monitor import HeartbeatMonitor
+from quire.engine.launch import HEARTBEAT_BYTES
 from quire.engine.messages import AbortRequests, Call, ToEngine
 from quire.engine_request import EngineRequest
 
@@ -25,7 +25,6 @@ CALL_TIMEOUT = 600.0  # of an operation, such as waking a model
 TIMEOUT_FACTOR = 20.0  # over the slowest step of a size so far
 DECAY = 0.01  # of the slowest step of a size, with each later one: one outlier must not count for ever
 MAX_LOGGED = 20  # ids
-MAX_POLL_SECONDS = 2.0  # of the time between two reads, so much counts
 
 _BEAT, _BEGAN, _TIMEOUT, _TOKENS, _SLOT, _SIZES = 0, 1, 2, 3, 4, 8  # places of int64; _SIZES has one for each slot
 _HEAD = 128  # bytes
@@ -37,7 +36,7 @@ class Heartbeat:
     """The shared memory: a few numbers, and two slots for ids, of which one is valid while the other is written.
 
     Args:
-        fd: of a file that `create_heartbeat` made; it may be closed afterwards.
+        fd: of a file of `HEARTBEAT_BYTES`, see `EngineFiles`; it may be closed afterwards.
     """
 
     def __init__(self, fd: int) -> None:
@@ -103,17 +102,6 @@ class Heartbeat:
         self._numbers.release()
         self._bytes.release()
         self._memory.close()
-
-
-def create_heartbeat() -> tuple[int, Heartbeat]:
-    """Return a descriptor by which a child maps a new heartbeat, to be closed by the caller, and the heartbeat."""
-    fd = anonymous_file("quire-heartbeat")
-    try:
-        os.ftruncate(fd, HEARTBEAT_BYTES)
-        return fd, Heartbeat(fd)
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 class StepTimeouts:
@@ -246,29 +234,18 @@ class HeartbeatWriter(LoopObserver):
 
 
 class StallDetector:
-    """Measures how long an engine has been silent beyond the timeout of its work.
-
-    Time between two reads counts for two seconds at most: if the whole machine or the front was stopped, so was the
-    engine, which needs time to continue.
-    """
+    """Measures how long an engine has been silent beyond the timeout of its work. See `HeartbeatMonitor`."""
 
     def __init__(self, heartbeat: Heartbeat, clock: Callable[[], float] = time.monotonic) -> None:
         self._heartbeat = heartbeat
         self._clock = clock
-        self._polled: float | None = None
-        self._last_beat = 0.0
-        self._excused = 0.0
+        self._monitor = HeartbeatMonitor()
 
     def stalled_for(self) -> float:
         """Return seconds; 0.0 if it is not stalled, and as long as its model is being loaded."""
-        now = self._clock()
         beat, _, timeout, _ = self._heartbeat.read()
-        if beat != self._last_beat:
-            self._last_beat, self._excused = beat, 0.0
-        elif self._polled is not None:
-            self._excused += max(0.0, now - self._polled - MAX_POLL_SECONDS)
-        self._polled = now
-        return max(0.0, now - beat - timeout - self._excused) if beat else 0.0
+        silent = self._monitor.silent_for(self._clock(), beat)
+        return max(0.0, silent - timeout) if beat else 0.0
 
     def describe(self) -> dict[str, Any]:
         """Return what the engine was doing, for a log."""
