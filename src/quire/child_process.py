@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+# Of a terminal, its end, and some service managers: they reach all processes of a group, and the parent handles them.
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SECONDS = 0.5  # of a child, where the system does not kill it with its parent
 
 
@@ -25,7 +27,7 @@ def start_module(
     """Run `main()` of a module in a child process; what it returns is the exit code.
 
     The child finds this package even if it is not installed, and imports nothing from the current directory, which may
-    be a model folder. It is reaped as soon as it ends, without `wait`.
+    be a model folder. It ignores `GROUP_SIGNALS` from its beginning. It is reaped as soon as it ends, without `wait`.
 
     Args:
         arguments: `sys.argv[1:]` of the child.
@@ -56,7 +58,19 @@ def start_module_here(
     path = environment.get("PYTHONPATH")
     with_path = dict(environment, PYTHONPATH=root + (os.pathsep + path if path else ""))
     command = [sys.executable, "-P", "-m", "quire.child_process", str(os.getpid()), module, *arguments]
-    return subprocess.Popen(command, env=with_path, **options)
+    # The child inherits the mask, so that no signal ends it before it can ignore them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        return subprocess.Popen(command, env=with_path, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore_group_signals() -> None:
+    """Ignore `GROUP_SIGNALS`, which were blocked until now."""
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
 def die_with_parent(parent: int) -> None:
@@ -80,6 +94,7 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Entry point of all children. It imports little, so that a child is tied to its parent as soon as possible."""
+    ignore_group_signals()
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]

@@ -25,6 +25,7 @@ import psutil
 import pytest
 import uvloop
 
+from quire.child_process import GROUP_SIGNALS
 from quire.config import EngineConfig
 from quire.engine import heartbeat
 from quire.engine.launch import EngineFiles, LaunchedEngine, engine_options, launch
@@ -260,7 +261,7 @@ def test_a_stopped_engine_is_stalled_until_it_goes_on_and_can_be_closed(
         async with started(folder) as client:
             pid, stalls = client.process.pid, client.process._stalls
             assert pid is not None and stalls is not None and client.stalled_for() == 0.0
-            for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal and of a service manager: for the parent
+            for number in GROUP_SIGNALS:
                 os.kill(pid, number)
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)

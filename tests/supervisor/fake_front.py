@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +35,6 @@ def main() -> int:
     """Entry point of the front, and of its child."""
     if sys.argv[1:] == ["child"]:
         time.sleep(600)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     mode = next_mode()
     if mode == "die":

@@ -298,9 +298,6 @@ def serve(
 
 def main(make_core: Callable[[EngineConfig], EngineCore] = _make_core) -> int:
     """Entry point of the child process."""
-    # Ctrl-C, and the SIGTERM of some service managers, reach the whole process group; the parent handles them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     logs.setup(**started["log"], process="engine", in_thread=True)
     # The parent logs what is written there at the signal or at a crash.

@@ -322,7 +322,6 @@ def serve(process: str, work: Callable[[bytes], bytes]) -> None:
     """
     level, style, memory, file = sys.argv[1:5]
     logs.setup(level, style, process=process)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what it means
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     limit_memory(int(memory))
     with socket.socket(fileno=int(file)) as connection, contextlib.suppress(OSError):  # until it is closed

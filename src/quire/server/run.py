@@ -17,7 +17,6 @@ import ipaddress
 import json
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -55,7 +54,6 @@ STATS_SECONDS = 10.0
 WATCH_SECONDS = 0.25
 POLL_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
 
@@ -71,8 +69,6 @@ def main(make_llm: MakeLLM | None = None) -> int:
     Args:
         make_llm: makes engines, in the place of those of the options (for tests).
     """
-    for number in SIGNALS:  # Ctrl-C, and the SIGTERM of some service managers, reach all processes of a group
-        signal.signal(number, signal.SIG_IGN)
     started = json.loads(sys.stdin.buffer.read())
     logs.setup(**started["log"], in_thread=True)
     os.set_inheritable(started["stacks"], False)
