@@ -173,7 +173,7 @@ class ThreadHandler(logging.Handler):
             self._num_dropped = 0
         except queue.Full:
             self._num_dropped += 1
-        except Exception:  # as all handlers: a record that cannot be formatted ends nothing
+        except Exception:  # boundary, as in all handlers: a record that cannot be formatted ends nothing
             self.handleError(record)
 
     def flush(self) -> None:
