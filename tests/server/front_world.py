@@ -183,6 +183,10 @@ class Front:
         self.tasks.add(task)
         return task
 
+    def spawn_soon(self, work: Callable[[], Awaitable[Any]]) -> None:
+        """Begin something as soon as the loop runs."""
+        self.world.loop.call_soon(lambda: self.spawn(work()))
+
     @property
     def states(self) -> dict[str, str]:
         """The state of each model, as this front shows it."""

@@ -273,6 +273,40 @@ def test_loading_goes_on_when_the_leader_dies(make: Make) -> None:
     assert world.states["a"] == "loaded"
 
 
+def test_an_engine_that_was_put_to_sleep_as_the_leader_died_is_asleep(make: Make) -> None:
+    world = make(2, "a", at_start="a")
+    front = world.fronts[0]
+    front.spawn_soon(lambda: front.models.sleep(front.models.first, 1))
+    world.wait_until(lambda: "sleep a" in world.log)
+    world.kill(0)
+    world.engines["a"].level = 1
+    world.start(0)
+    assert world.states == {"a": "sleeping"}
+    world.serve(0, "a")
+    assert world.states == {"a": "loaded"}
+
+
+@pytest.mark.parametrize("action", ["sleep", "unload"])
+def test_a_model_is_idle_when_no_front_uses_it(make: Make, action: str) -> None:
+    world = make(2, "a", idle_timeout=10, unload_idle=action == "unload")
+    world.begin(1, "a")
+    world.now += 60
+    world.do(world.leader.pool.sweep)
+    assert world.states == {"a": "loaded"}
+    world.end(1, "a")
+    world.now += 9
+    world.do(world.leader.pool.sweep)
+    assert world.states == {"a": "loaded"}
+    world.kill(0)
+    world.start(0)
+    world.do(world.leader.pool.sweep)
+    assert world.states == {"a": "loaded"}, "a new leader begins to count"
+    world.now += 10
+    world.do(world.leader.pool.sweep)
+    assert world.states == {"a": "sleeping" if action == "sleep" else "unloaded"}
+    world.serve(0, "a")
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_front_that_freezes_delays_others_only_until_it_is_killed(make: Make, victim: int) -> None:
     world = make(2, "ab", 1)

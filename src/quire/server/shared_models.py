@@ -114,8 +114,6 @@ class SharedModels(ModelList):
         else:
             self._on_fronts()
         await asyncio.shield(self._started)
-        if not self._leads:
-            await asyncio.gather(*[self._follow(model) for model in self.models], return_exceptions=True)
 
     async def close(self) -> None:
         """Close all connections to engines, which end unless other fronts use them."""
