@@ -165,7 +165,7 @@ def test_a_model_that_is_used_at_another_front_is_left_alone(server: Server, cou
                         refused = other.post(path)
                         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
                 assert [line for line in lines if line][-1] == "data: [DONE]"
-            operate(clients[-1], "/sleep?model=b")
+            until(lambda: clients[-1].post("/sleep?model=b").status_code == 200)  # the server sees the end a bit later
             assert states_of(clients)["b"] == "sleeping"
             text_of(clients[0], "b")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ class SupervisorClient(Fronts):
         super().__init__(row)
         self.rows = []
         self.quotas = SupervisedQuotas(self)
-        self._answering: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
@@ -199,9 +199,7 @@ class SupervisorClient(Fronts):
         if "error" in reply:
             raise EngineDeadError(f"the engine process cannot be started: {reply['error']}")
         number = reply["engine"]
-        exit_code: Future[int] = Future()
-        exit_code.set_running_or_notify_cancel()
-        self._exit_codes[number] = exit_code
+        exit_code = self._exit_codes[number]
         listener, heartbeat, stacks = fds
         return number, LaunchedEngine(
             reply["pid"],
@@ -268,23 +266,26 @@ class SupervisorClient(Fronts):
         match message["type"]:
             case "result" | "answer":
                 answer = self._calls.pop(message["call"], None)
+                if "engine" in message:  # now: the next message may say that it has ended
+                    exit_code = self._exit_codes[message["engine"]] = Future()
+                    exit_code.set_running_or_notify_cancel()
                 if answer is None or answer.done():
                     for fd in fds:
                         os.close(fd)
+                    if "engine" in message:  # nobody waits for it any more
+                        self._keep(self._release(message["engine"], reacts=False))
                 else:
                     answer.set_result((message, list(fds)))
             case "ask":
-                task = asyncio.create_task(self._answer(message), name="quire-answer")
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
+                self._keep(self._answer(message))
             case "relay":
                 self.on_connection(fds[0], None, Admission("", relayed=True))
             case "fronts":
                 self._note_rows(message["rows"])
             case "exited":
-                exit_code = self._exit_codes.get(message["engine"])
-                if exit_code is not None and not exit_code.done():
-                    exit_code.set_result(message["code"])
+                ended = self._exit_codes.get(message["engine"])
+                if ended is not None and not ended.done():
+                    ended.set_result(message["code"])
             case "published":
                 self.published[message["key"]] = message["value"]
                 for note in self.on_published:
@@ -293,6 +294,12 @@ class SupervisorClient(Fronts):
                 self.on_drain()
             case "reload":
                 self.on_reload()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something in a task."""
+        task = asyncio.create_task(work, name="quire-supervisor-client")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _note_rows(self, rows: list[int]) -> None:
         """Note which fronts serve; those that do not any more owe no answers."""

@@ -62,7 +62,7 @@ class Engines:
         Raises `OSError` if the system starts no process.
         """
         engine = self._current.get(name)
-        if engine is not None and engine.number == replaced:
+        if engine is not None and (engine.number == replaced or engine.process.poll() is not None):
             self.kill(engine)
             engine = None
         if engine is None:
