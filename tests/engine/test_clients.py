@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
 
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient, SocketClient
+from quire.engine.clients import SocketClients
 from quire.engine.connection import FrameDecoder, encode_frame
 from quire.engine.launch import engine_options, launch
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
@@ -53,6 +54,18 @@ async def call(client: EngineClient, method: str, **arguments: Any) -> CallResul
         message = await client.receive()
         if isinstance(message, CallResult):
             return message
+
+
+def test_connections_that_an_engine_is_given_are_not_inherited() -> None:
+    parent, listener = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    with parent, ours, theirs:
+        clients = SocketClients(listener)
+        socket.send_fds(parent, [b"c"], [theirs.fileno()])
+        clients.receive(wait=False)
+        [given] = clients._by_fd
+        assert not os.get_inheritable(given)
+        clients.close()
 
 
 async def tokens_of(client: EngineClient, request_id: str) -> list[int]:
@@ -124,18 +137,13 @@ def test_a_model_that_cannot_be_loaded_is_reported_at_start(tmp_path: Path, kind
 def test_secrets_stay_in_the_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
 
-    class Pipe:
-        def write(self, data: bytes) -> None:
-            sent.append(data)
-
-        def close(self) -> None: ...
-
     class Started:
-        stdin = Pipe()
         pid = 0
 
-        def __init__(self, command: list[str], *, stdin: int, pass_fds: tuple[int, ...], env: dict[str, str]) -> None:
-            sent.append(repr((command, sorted(env.items()))).encode())
+        def __init__(
+            self, command: list[str], *, stdin: BinaryIO, pass_fds: tuple[int, ...], env: dict[str, str]
+        ) -> None:
+            sent.extend((repr((command, sorted(env.items()))).encode(), stdin.read()))
 
         def send_signal(self, number: int) -> None: ...
 

@@ -32,7 +32,7 @@ from quire.engine.launch import EngineFiles, LaunchedEngine, engine_options, lau
 from quire.engine.messages import EngineOutputs
 from quire.engine.process import EngineProcess, ProcessClient
 from quire.engine_request import EngineRequest
-from quire.errors import EngineDeadError, OverloadedError
+from quire.errors import EngineDeadError, OverloadedError, QuireError
 from tests.engine.conftest import request
 from tests.engine.test_clients import config_for, run
 from tests.helpers import faulty_engine
@@ -143,6 +143,23 @@ def test_an_idle_engine_that_is_killed_suspects_nobody(folder: Path) -> None:
             assert (await death(client)).suspects == ()
         finally:
             await client.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("too many connections"), OSError(24, "Too many open files")])
+def test_an_engine_to_which_no_connection_can_be_made_is_ended(
+    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(process: EngineProcess) -> None:
+        raise error
+
+    async def scenario() -> None:
+        client = ProcessClient(config_for(folder), module=faulty_engine.MODULE)
+        with monkeypatch.context() as patch, pytest.raises(QuireError, match=r"[Tt]oo many"):
+            patch.setattr(EngineProcess, "connect", fail)
+            await client.start()
+        assert not psutil.pid_exists(client.process.pid)
 
     run(scenario())
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quire.errors import AddressInUseError, ConfigError
@@ -45,6 +49,18 @@ def test_it_says_when_it_is_ready_serves_and_stops_with_0(
     assert "mine" in access[0]
     assert [line for line in server.errors if "without an API key" in line], "everybody may reach this address"
     assert not [line for line in server.errors if "Traceback" in line or "ERROR" in line]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_front_starts_inherits_none_of_its_descriptors(start: Callable[..., Process]) -> None:
+    server = start()
+    server.line()
+    with server.http.stream("GET", "/health"):
+        [front] = psutil.Process(server.process.pid).children()
+        infos = Path(f"/proc/{front.pid}/fdinfo")
+        flags = {fd.name: int(re.findall(r"flags:\s*(\d+)", fd.read_text())[0], 8) for fd in infos.iterdir()}
+        left = [name for name, value in flags.items() if not value & os.O_CLOEXEC and int(name) > 2]
+        assert [os.readlink(f"/proc/{front.pid}/fd/{name}") for name in left] == []
 
 
 def test_running_requests_end_before_the_server_does(start: Callable[..., Process]) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.engine.connection import Connection, ProtocolError, decode_message
+from quire.engine.launch import receive_fds
 from quire.engine.messages import PROTOCOL_VERSION, Failed, FromEngine, Hello, Ready, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class SocketClients:
         """Take the connections that the parent has passed on."""
         while not self.closed:
             try:
-                data, fds, _, _ = socket.recv_fds(self._listener, 1, 1)
+                data, fds = receive_fds(self._listener, 1, 1)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:

@@ -6,6 +6,7 @@ The child inherits a listener, by which clients are connected (`clients.py`), th
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import json
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MODULE = "quire.engine.process"  # whose `main` a child runs
 HEARTBEAT_BYTES = 128 + 2 * (1 << 17)
 CLOSE_SECONDS = 10.0
+CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def anonymous_file(name: str) -> int:
@@ -39,6 +41,19 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile(prefix=name) as file:  # unlinked from the beginning
         return os.dup(file.fileno())
+
+
+def receive_fds(sock: socket.socket, num_bytes: int, num_fds: int) -> tuple[bytes, list[int]]:
+    """Receive up to so many bytes and descriptors, which no child inherits: `socket.recv_fds` ignores its flags."""
+    fds = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(num_bytes, socket.CMSG_LEN(num_fds * fds.itemsize), CLOSE_ON_EXEC)
+    for level, kind, packed in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(packed[: len(packed) - len(packed) % fds.itemsize])
+    if not CLOSE_ON_EXEC:
+        for fd in fds:
+            os.set_inheritable(fd, False)
+    return data, list(fds)
 
 
 @contextlib.contextmanager

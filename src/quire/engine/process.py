@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 2.0  # from the end of a connection to the end of the process
+KILL_SECONDS = 10.0  # from a kill to it; a driver may keep the process for longer
 DUMP_SECONDS = 0.4
 DUMP_POLL_SECONDS = 0.05
 MAX_DUMP_BYTES = 1 << 17
@@ -135,7 +136,11 @@ class EngineProcess:
             return await asyncio.wait_for(asyncio.shield(ended), EXIT_SECONDS)
         except TimeoutError:
             self.kill()
-            return await ended
+        try:
+            return await asyncio.wait_for(ended, KILL_SECONDS)
+        except TimeoutError:
+            logger.error("the engine process %d was killed and does not end", self.pid)
+            return -signal.SIGKILL
 
     def kill(self) -> None:
         """End the process by force."""
@@ -182,20 +187,23 @@ class ProcessClient(EngineClient):
 
         Raises:
             ConfigError: the child reports bad options or a bad model. EngineDeadError: it could not be started, or
-                ended without a word.
+                ended without a word. OverloadedError: too many connections wait for it.
         """
         try:
             self.process = EngineProcess(await self._launch(self._config))
         except (OSError, RuntimeError) as error:  # of memory, descriptors, processes or threads
             raise EngineDeadError(f"the engine process cannot be started: {error}") from error
-        self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
-        # The connection ends, too, unless a process that the engine has started keeps it open.
-        asyncio.wrap_future(self.process.exit_code).add_done_callback(self._on_exit)
         try:
+            self._client = SocketClient(self.process.connect(), f"process {os.getpid()}", self._why_dead)
+            # The connection ends, too, unless a process that the engine has started keeps it open.
+            asyncio.wrap_future(self.process.exit_code).add_done_callback(self._on_exit)
             return await self._client.start()
         except QuireError:
             await self.close()
             raise
+        except OSError as error:
+            await self.close()
+            raise EngineDeadError(f"there is no connection to the engine process: {error}") from error
 
     def send(self, message: ToEngine) -> None:
         assert self._client is not None, "started before"

@@ -71,10 +71,12 @@ def main(make_llm: MakeLLM | None = None) -> int:
     """
     started = json.loads(sys.stdin.buffer.read())
     logs.setup(**started["log"], in_thread=True)
-    os.set_inheritable(started["stacks"], False)
+    for name in ("channel", "queue", "stacks"):
+        os.set_inheritable(started[name], False)
     faulthandler.enable(started["stacks"])
     faulthandler.register(DUMP_SIGNAL, started["stacks"])
     board = Board(started["board"], started["num_rows"], started["num_queues"])
+    os.close(started["board"])
     channel = Channel(socket.socket(fileno=started["channel"]))
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])

@@ -7,7 +7,6 @@ front takes them first.
 
 from __future__ import annotations
 
-import array
 import errno
 import json
 import os
@@ -18,11 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.launch import receive_fds
+
 HEADER = struct.Struct(">I")
 READ_BYTES = 1 << 16
 MAX_FDS = 4  # of one message
 MAX_MESSAGE_BYTES = 1 << 26
-CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 # Of both kinds a reader gets whole messages; the queue of datagrams is shorter.
 QUEUE_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
@@ -87,18 +87,12 @@ class Channel:
         messages: list[tuple[Message, list[int]]] = []
         while not self.ended:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(
-                    READ_BYTES, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize), CLOSE_ON_EXEC
-                )
+                data, fds = receive_fds(self._socket, READ_BYTES, MAX_FDS)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                data, ancillary = b"", []
-            for level, kind, packed in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    fds = array.array("i")
-                    fds.frombytes(packed[: len(packed) - len(packed) % fds.itemsize])
-                    self._fds.extend(fds)
+                data, fds = b"", []
+            self._fds.extend(fds)
             self._received += data
             messages += self._complete()
             if not data:
@@ -177,7 +171,7 @@ class ConnectionQueue:
         A reader that has as many open files as it may have gets no descriptor, and the connection is lost.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self._reader, READ_BYTES, 1, CLOSE_ON_EXEC)
+            data, fds = receive_fds(self._reader, READ_BYTES, 1)
         except (BlockingIOError, InterruptedError):
             return None
         return (json.loads(data), fds[0] if fds else None) if data else None

@@ -56,6 +56,10 @@ class Engines:
         """Return the engine of this number if it has not ended."""
         return self._engines.get(number)
 
+    def current(self, name: str) -> Engine | None:
+        """Return the engine that `find` would return, if there is one."""
+        return self._current.get(name)
+
     def find(self, name: str, options: dict[str, Any], replaced: int | None = None) -> Engine:
         """Return the engine of a model; start one if there is none, or if it is the one to be replaced.
 

@@ -478,8 +478,10 @@ class Supervisor:
             engine.process.send_signal(message["signal"])
 
     def _on_release(self, front: Front, message: Message) -> None:
-        engine = self.engines.get(message["engine"])
-        if engine is not None:
+        """The front does not need an engine any more, or does not want the one of a name that it has asked for."""
+        name = message.get("name")
+        engine = self.engines.get(message["engine"]) if name is None else self.engines.current(name)
+        if engine is not None and front.row in engine.users:
             self.engines.release(engine, front.row, reacts=message["reacts"])
             if not engine.users:
                 self._replies.setdefault(engine.number, []).append((front, message["call"]))
