@@ -12,9 +12,10 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, NotFoundError
 from quire.server.data_dir import StorageError, prepare_data_dir
 from quire.server.responses import store as store_module
-from quire.server.responses.database import FILE, RESTARTED
+from quire.server.responses.database import FILE, RESTARTED, ResponseDatabase
 from quire.server.responses.store import RemoteResponse, ResponseStore, StoredResponse
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import check_error
@@ -549,7 +550,7 @@ def test_an_end_that_cannot_be_stored_is_a_failure(folder: str) -> None:
 
 
 def test_a_locked_file_delays_nothing_but_stored_responses(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "QUEUE_SECONDS", 0.2)
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr("quire.server.responses.database.BUSY_SECONDS", 0.2)
     server = serve(folder)
     first = ask(server)
@@ -563,6 +564,63 @@ def test_a_locked_file_delays_nothing_but_stored_responses(folder: str, monkeypa
     other.close()
     assert ask(server)["store"] is True
     server.close()
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that answers only while this event is set."""
+    answers = threading.Event()
+    for name in ("insert", "finish", "find", "find_items", "delete", "totals"):
+        work = getattr(ResponseDatabase, name)
+
+        def slow(*args: Any, work: Any = work, **options: Any) -> Any:
+            answers.wait()
+            return work(*args, **options)
+
+        monkeypatch.setattr(ResponseDatabase, name, slow)
+    answers.set()
+    yield answers
+    answers.set()
+
+
+def test_on_a_disk_that_hangs_every_answer_ends(
+    folder: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(folder)
+    first = ask(server)
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    hung.clear()
+    made = ask(server)
+    assert (text_of(made), made["store"]) == ("hello world", False)
+    for path in (first["id"], f"{first['id']}/input_items"):
+        answer = server.http.get(f"{PATH}/{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert server.http.delete(f"{PATH}/{first['id']}").status_code == 503
+    with server.http.stream("POST", PATH, json={"model": "fake", "input": "hi", "stream": True}) as stream:
+        last = [line for line in stream.iter_lines() if line.startswith("data: ")][-1]
+    response = json.loads(last.removeprefix("data: "))["response"]
+    assert (response["status"], response["store"]) == ("completed", False)
+    hung.set()
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 20.0)
+    assert ask(server)["store"] is True
+    for lost in (made, response):
+        assert server.http.get(f"{PATH}/{lost['id']}").status_code == 404  # as they have said
+    server.close()
+
+
+def test_the_end_of_a_response_does_not_wait_for_a_disk_that_hangs(
+    folder: str, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Shelves(data_dir=folder) as shelves:
+        stored = shelves.put(finished=False, events=True)
+        monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+        hung.clear()
+        shelves.end(stored, last=(b"data: last\n\n",))
+        assert stored.response["store"] is False
+        assert stored.events == [b"data: last\n\n"]
+        with pytest.raises(StorageError):
+            shelves.find(stored)
+        hung.set()
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "closed/below", "\0"])

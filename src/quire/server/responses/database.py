@@ -172,7 +172,7 @@ class ResponseDatabase:
         self, owner: bytes, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item], *, events: bool
     ) -> int:
         """Store a response that this process runs; return its number."""
-        encoded, before = _without_output(response), _encode(earlier)
+        encoded, before = _without_output(response), b"[%b]" % b",".join(map(_encode, earlier))
         own = [(item["id"], _encode(item)) for item in items]
         with self._writing():
             size = len(before) + sum([len(item) for _, item in own])

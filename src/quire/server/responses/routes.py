@@ -16,7 +16,7 @@ from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.dialects import respond
 from quire.server.fronts import FrontGoneError
-from quire.server.json_io import json_response
+from quire.server.json_io import json_response, large_json_response
 from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
 from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.relay import forward
@@ -40,6 +40,7 @@ from quire.server.streaming import EventStream
 
 router = APIRouter()
 
+FOLLOWED_AT_ONCE = 256  # stored events
 LARGE = 65536  # bytes of a conversation from which on nothing is done to it on the event loop
 PREFIX = "/v1/responses"
 
@@ -156,14 +157,20 @@ async def _find(request: Request, response_id: str) -> StoredResponse | Response
     return found
 
 
+async def _resource(stored: StoredResponse) -> Response:
+    """Return a response as it is now. One that has ended may be larger than what is encoded on the event loop."""
+    return await large_json_response(stored.size if stored.finished else 0, stored.resource)
+
+
 async def _follow(stored: StoredResponse, start: int, obfuscated: bool) -> AsyncGenerator[bytes, None]:
     """Yield the stored events from number `start` on, till the end of the response."""
     assert stored.events is not None
     yield b""  # the head of the answer; there may be nothing else
     while True:
-        new = stored.events[start:]
+        new = stored.events[start : start + FOLLOWED_AT_ONCE]
         if new:
             start += len(new)
+            await asyncio.sleep(0)
             yield b"".join(map(obfuscated_event, new) if obfuscated else new)
         elif stored.ended.is_set():
             break
@@ -188,7 +195,7 @@ async def get_response(request: Request, response_id: str) -> Response:
     if isinstance(stored, Response):
         return stored
     if not stream:
-        return json_response(stored.resource())
+        return await _resource(stored)
     if stored.events is None:
         raise RequestError(
             "stream: only the events of responses made with background and stream are kept", param="stream"
@@ -220,7 +227,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if not stored.finished:
         stored.abort()
     await stored.ended.wait()
-    return json_response(stored.resource())
+    return await _resource(stored)
 
 
 @router.get(PREFIX + "/{response_id}/input_items", openapi_extra=describe_query(ITEMS_QUERY))

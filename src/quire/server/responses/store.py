@@ -33,7 +33,8 @@ from quire.server_config import ServerConfig
 logger = logging.getLogger(__name__)
 
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
-QUEUE_SECONDS = 4.0  # after which what waits for the thread is given up: the disk, or a lock, keeps it
+ANSWER_SECONDS = 4.0  # after which nobody waits for the thread any more: the disk, or a lock, keeps it
+UNAVAILABLE = "stored responses cannot be read or written at the moment"
 LOG_SECONDS = 60.0  # between two warnings
 EVENT_END = b"\n\n"
 FAILURES = (sqlite3.Error, OSError, msgspec.MsgspecError)  # of disks and locks, and of what damaged rows hold
@@ -176,15 +177,20 @@ class ResponseStore:
             What is done when it is stored; only those who need that have to wait. It may raise `StorageError`.
         """
         place = stored.owner, stored.response_id
-        self._running[place] = stored
+        running = self._running
+        running[place] = stored
 
         def insert(database: ResponseDatabase) -> None:
             events = stored.events is not None
-            stored.number = database.insert(stored.owner, stored.response, stored.earlier, stored.items, events=events)
+            number = database.insert(stored.owner, stored.response, stored.earlier, stored.items, events=events)
+            if running.get(place) is stored:
+                stored.number = number
+            else:  # it has been given up meanwhile, and said that it is not stored
+                database.delete(stored.owner, stored.response_id)
 
         def note(added: asyncio.Future[None]) -> None:
             if added.exception() is not None:
-                self._running.pop(place, None)
+                running.pop(place, None)
                 stored.response["store"] = False
 
         adding = self._thread.submit(insert)
@@ -200,9 +206,10 @@ class ResponseStore:
             last: its last events; followers get them once they are stored, so that they may go on from it anywhere.
         """
         response = stored.response
-        events = None if stored.events is None else b"".join([*stored.events, *last])
+        kept = None if stored.events is None else [*stored.events, *last]
 
         def write(database: ResponseDatabase) -> int | None:
+            events = None if kept is None else b"".join(kept)
             return None if stored.number is None else database.finish(stored.number, response, events) or 0
 
         def end(written: asyncio.Future[int | None]) -> None:
@@ -227,16 +234,23 @@ class ResponseStore:
         running = self._running.get((owner, response_id))
         if running is not None:
             return running
-        row = await self._thread.run(lambda database: database.find(owner, response_id))
-        if row is None:
+
+        def read(database: ResponseDatabase) -> StoredResponse | RemoteResponse | None:
+            row = database.find(owner, response_id)
+            if row is None:
+                return None
+            if row.slot is not None:
+                return RemoteResponse(row.slot, row.response, row.items)
+            return StoredResponse.of_row(owner, row)
+
+        found = await self._thread.run(read)
+        if found is None:
             raise NotFoundError(
                 f"there is no response {echo(response_id)}, or it is not stored any more",
                 param="response_id",
                 code="response_not_found",
             )
-        if row.slot is not None:
-            return RemoteResponse(row.slot, row.response, row.items)
-        return StoredResponse.of_row(owner, row)
+        return found
 
     async def previous(self, owner: bytes, response_id: str) -> StoredResponse:
         """Return a finished response to continue. Raises as `find`, or `RequestError` if it has not finished."""
@@ -286,14 +300,18 @@ class _DatabaseThread:
             self._executor.submit(self._open_early)
 
     async def run(self, work: Callable[[ResponseDatabase], T]) -> T:
-        """Return what `work` does with the database. Raises `StorageError` if it fails, or cannot be begun in time."""
+        """Return what `work` does with the database.
+
+        Raises:
+            StorageError: it fails, or takes more than `ANSWER_SECONDS`; then it is not begun, if it has not been yet.
+        """
         return await self.submit(work)
 
     def submit(self, work: Callable[[ResponseDatabase], T]) -> asyncio.Future[T]:
         """As `run`. The work is done even if nobody waits for it."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        asked = time.monotonic()
+        waiting = [work]  # until it is begun
 
         def report(set_result: Callable[[Any], None], value: Any) -> None:
             def set_it() -> None:
@@ -305,18 +323,28 @@ class _DatabaseThread:
 
         def do() -> None:
             try:
-                if time.monotonic() - asked > QUEUE_SECONDS:
-                    raise TimeoutError(f"waited for {QUEUE_SECONDS:g} s")
-                value = work(self._open())
+                begun = waiting.pop()
+            except IndexError:
+                return  # it was given up
+            try:
+                value = begun(self._open())
             except FAILURES as error:
                 self._warn(error)
-                report(result.set_exception, StorageError("stored responses cannot be read or written at the moment"))
+                report(result.set_exception, StorageError(UNAVAILABLE))
             except BaseException as error:  # thread boundary: it is for the caller, who may not look
                 logger.exception("the store of responses failed")
                 report(result.set_exception, error)
             else:
                 report(result.set_result, value)
 
+        def give_up() -> None:
+            if not result.done():
+                waiting.clear()  # what it holds is freed, however long the disk hangs
+                self._warn(TimeoutError(f"waited for {ANSWER_SECONDS:g} s"))
+                result.set_exception(StorageError(UNAVAILABLE))
+
+        timer = loop.call_later(ANSWER_SECONDS, give_up)
+        result.add_done_callback(lambda result: timer.cancel())
         self._executor.submit(do)
         return result
 
