@@ -168,7 +168,9 @@ def test_what_was_deleted_is_not_left_in_the_file(folder: str) -> None:
     with Shelves(data_dir=folder) as shelves:
         kept = shelves.put()
         stored = shelves.put(metadata={"a": secret.decode()})
+        assert any(secret in path.read_bytes() for path in Path(folder).iterdir())
         shelves.run(shelves.store.delete(stored))
+        assert not any(secret in path.read_bytes() for path in Path(folder).iterdir())  # the log included
     data = Path(folder, FILE).read_bytes()
     assert secret not in data
     assert kept.response_id.encode() in data
