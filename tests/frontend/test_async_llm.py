@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.frontend.chat import ControlTokenFinder
+from quire.frontend.chat_bounds import FRONT_SECONDS
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.output_processor import RequestStream
 from quire.outputs import RequestOutput
@@ -404,6 +407,43 @@ def test_chat_prompts_name_messages_and_keep_control_tokens_out() -> None:
                 await llm.chat_prompt(messages)
 
     on_fake(test)
+
+
+def burn() -> None:
+    """Use more processor time than a rendering in the front may."""
+    begun = time.thread_time()
+    while time.thread_time() - begun < 2 * FRONT_SECONDS:
+        pass
+
+
+@pytest.mark.parametrize("slow", ["the tokenizer", "marking"])
+def test_a_long_conversation_is_tokenized_once(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what it says has characters with which control tokens begin, so that it is rendered twice."""
+    front = fake_front_model(max_model_len=20_000)
+    assert front.tokenizer is not None
+    encode, mark = front.tokenizer.encode, ControlTokenFinder.mark_beginnings
+    texts: list[str] = []
+
+    def spied(text: str, add_special_tokens: bool = True) -> list[int]:
+        texts.append(text)
+        if slow == "the tokenizer":
+            burn()
+        return encode(text, add_special_tokens)
+
+    def marked(*arguments: Any) -> str:
+        if slow == "marking":
+            burn()
+        return mark(*arguments)
+
+    monkeypatch.setattr(front.tokenizer, "encode", spied)
+    monkeypatch.setattr(ControlTokenFinder, "mark_beginnings", marked)
+
+    async def test(llm: AsyncLLM, client: FakeClient) -> None:
+        texts.clear()
+        await llm.chat_prompt([{"role": "user", "content": "if a < b: c" * 500}])
+        assert len(texts) == 1
+
+    on_fake(test, front_model=front, max_model_len=20_000)
 
 
 class Spy(Tokenizer):

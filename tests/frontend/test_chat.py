@@ -110,6 +110,15 @@ def test_deep_nesting_is_refused() -> None:
         template_of("qwen3").encode([{"role": "user", "content": "x", "extra": deep}])
 
 
+@pytest.mark.parametrize("source", ["{{ x }}", "{% set a.b = x %}{{ a }}", "hi"])
+def test_integers_that_python_does_not_write_are_refused(source: str) -> None:
+    """Wherever the template is rendered."""
+    for value in (10**5000, [-(10**5000)]):
+        with refused("chat_template_kwargs.x"):
+            template_of("qwen3", source).encode([USER], variables={"x": value})
+    template_of("qwen3", "{{ x }}").encode([USER], variables={"x": 10**3999})
+
+
 def test_options_that_contradict_each_other() -> None:
     with refused("continue_final_message"):
         template_of("qwen3").encode([USER], add_generation_prompt=True, continue_final_message=True)

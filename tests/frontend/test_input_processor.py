@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ContextLengthError, ModelError, RequestError
+from quire.frontend.chat import ChatTemplate
 from quire.frontend.input_processor import InputProcessor, child_seed
 from quire.sampling_params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -43,6 +45,17 @@ def test_all_kinds_of_prompts_give_the_same_request() -> None:
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with refused("prompt"):
         process(prompt)
+
+
+def test_errors_of_the_tokenizer_name_the_field() -> None:
+    """Each route has another one for its texts."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hi": 0}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(backend)
+    for params in (SamplingParams(), SamplingParams(truncate_prompt_tokens=3)):
+        with refused("input[3]"):
+            make(tokenizer).tokenize("you", params, param="input[3]")
+    with refused("messages"):
+        ChatTemplate("{{ messages[0].content }}", tokenizer).encode([{"role": "user", "content": "you"}])
 
 
 @pytest.mark.parametrize("prompt", ["", [], {"prompt": ""}, {"prompt_token_ids": []}])

@@ -470,16 +470,16 @@ class AsyncLLM:
                 truncate_prompt_tokens=truncate_prompt_tokens,
             )
 
-        def render_now(max_chars: int) -> list[int]:
-            with without_waiting(max_chars):
+        def render_now(max_chars: int, *, on_loop: bool) -> list[int]:
+            with without_waiting(max_chars, together=on_loop):
                 return render()
 
         if chat_template is None:
             size = text_size([messages, tools, documents, chat_template_kwargs], enough=THREAD_CHARS)
             try:
                 if size <= THREAD_CHARS:
-                    return render_now(MAX_LOOP_CHARS)
-                return await self._in_thread(lambda: render_now(MAX_TEXT))
+                    return render_now(MAX_LOOP_CHARS, on_loop=True)
+                return await self._in_thread(lambda: render_now(MAX_TEXT, on_loop=False))
             except MustWaitError:
                 pass
         return await self._in_waiting_thread(render)

@@ -45,7 +45,7 @@ from quire.frontend.chat_sandbox import TOO_COMPLEX
 from quire.frontend.chat_worker import CompiledTemplate, TemplateWorkers
 from quire.frontend.context_limit import ContextLimit
 from quire.frontend.prompts import TokensOfText
-from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer
+from quire.tokenizer.tokenizer import PlainTextEncoder, Tokenizer, text_called
 
 MARK_DIGITS = 24
 MAX_REQUEST_TEMPLATE = 2**16
@@ -175,32 +175,39 @@ class ChatTemplate:
             limit.check_chars(len(text), "messages")
             if not cut:
                 limit.check_pieces(text, "messages")
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._without_injection(arguments, token_ids) if probe.suspicious else token_ids
+        # All renderings come first, so that none makes it necessary to tokenize once more, elsewhere.
+        marks = self._marked(arguments) if probe.suspicious else None
+        with text_called("messages"):
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            return token_ids if marks is None else self._without_injection(arguments, token_ids, marks)
 
-    def _without_injection(self, arguments: _Arguments, token_ids: list[int]) -> list[int]:
-        """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
+    def _marked(self, arguments: _Arguments) -> _Marks:
+        """Render with marks where the input could begin a control token, or in whole ones if the template needs it."""
         mark = _random_digits()
-        controls = self.controls
-
-        def with_marked_tokens() -> str:
-            return self._render(arguments, lambda text: controls.mark_tokens(text, mark), marked=True)
-
         try:
-            marked = self._render(arguments, lambda text: controls.mark_beginnings(text, mark), marked=True)
+            text = self._render(arguments, lambda text: self.controls.mark_beginnings(text, mark), marked=True)
         except RequestError as error:
             if error.code == TOO_COMPLEX:
                 raise
-            marked = with_marked_tokens()  # the template cannot do without what the marks hid from it
-        genuine = controls.ids(marked)
+            text = self._with_marked_tokens(arguments, mark)  # it cannot do without what the marks hid from it
+        return _Marks(mark, text)
+
+    def _with_marked_tokens(self, arguments: _Arguments, mark: str) -> str:
+        return self._render(arguments, lambda text: self.controls.mark_tokens(text, mark), marked=True)
+
+    def _without_injection(self, arguments: _Arguments, token_ids: list[int], marks: _Marks) -> list[int]:
+        """Return `token_ids` if their control tokens are the template's own, and repaired ids otherwise."""
+        controls = self.controls
+        genuine = controls.ids(marks.text)
         known = set(self._control_ids.values())
         if [index for index in token_ids if index in known] == genuine:
             return token_ids
         # Marks may hide from the template what it looks for in the input ("</think>"), so prefer the text in which
         # only whole tokens are marked, if that was enough.
-        sparse = with_marked_tokens()
-        segments = controls.split(sparse if controls.ids(sparse) == genuine else marked)
-        return self._plain_text.encode([part.replace(mark, "") if isinstance(part, str) else part for part in segments])
+        sparse = self._with_marked_tokens(arguments, marks.mark)
+        segments = controls.split(sparse if controls.ids(sparse) == genuine else marks.text)
+        parts = [part.replace(marks.mark, "") if isinstance(part, str) else part for part in segments]
+        return self._plain_text.encode(parts)
 
     @cached_property
     def _plain_text(self) -> PlainTextEncoder:
@@ -438,6 +445,14 @@ def _structural(tokenizer: Tokenizer, source: str) -> dict[str, int]:
 
 def _random_digits() -> str:
     return f"{secrets.randbelow(10**MARK_DIGITS):0{MARK_DIGITS}}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """A mark, and the text in which it stands."""
+
+    mark: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

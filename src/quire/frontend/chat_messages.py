@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from quire.checks import wrong_type, wrong_value
 from quire.errors import RequestError, echo
 
+MAX_INTEGER_BITS = 13_288  # 4000 digits; Python writes 4300 of an integer
 MAX_DEPTH = 64
 ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_ .-]{0,63}")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -229,6 +230,10 @@ def plain_data(value: Any, path: str, mark: Marker, depth: int = 0) -> Any:
     if isinstance(value, str):
         return mark(str.__str__(value))
     if isinstance(value, int):
+        if value.bit_length() > MAX_INTEGER_BITS:
+            raise RequestError(
+                f"{path[:100]} is an integer of too many digits (expected at most 4000)", param=path.split("[")[0]
+            )
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)

@@ -45,21 +45,25 @@ class MustWaitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Patience:
-    deadline: float  # of this thread's processor time
+    deadline: float | None  # of this thread's processor time; None: each rendering has its own
     max_chars: int
+
+    def left(self) -> float:
+        return FRONT_SECONDS if self.deadline is None else self.deadline - time.thread_time()
 
 
 _patience: ContextVar[_Patience | None] = ContextVar("patience", default=None)
 
 
 @contextlib.contextmanager
-def without_waiting(max_chars: int) -> Iterator[None]:
+def without_waiting(max_chars: int, *, together: bool) -> Iterator[None]:
     """Within it, what would wait for a worker or take long raises `MustWaitError`; for threads that others need.
 
     Args:
-        max_chars: the longest text that may be made there.
+        max_chars: the longest text that may be made there. together: whether all that is done within it, and not each
+            rendering, must be done in the time that one may take, as on an event loop.
     """
-    token = _patience.set(_Patience(time.thread_time() + FRONT_SECONDS, max_chars))
+    token = _patience.set(_Patience(time.thread_time() + FRONT_SECONDS if together else None, max_chars))
     try:
         yield
     finally:
@@ -135,7 +139,7 @@ class CompiledTemplate:
         """
         patience = _patience.get()
         if self._core is not None:
-            left = FRONT_SECONDS if patience is None else patience.deadline - time.thread_time()
+            left = FRONT_SECONDS if patience is None else patience.left()
             with contextlib.suppress(BeyondCoreError):
                 text = render_core(self._core, context, left)
                 if patience is not None and len(text) > patience.max_chars:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ContextLengthError
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer, text_called
 
 PIECE_CHARS = 32768
 
@@ -57,6 +57,7 @@ class ContextLimit:
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            with text_called(param):
+                num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
             if num_tokens >= 2 * self.max_model_len:
                 self.check_length(num_tokens, param, at_least=True)

@@ -34,6 +34,7 @@ from quire.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire.tokenizer.tokenizer import text_called
 
 TOKEN_ID_OPTIONS = [name for name, option in OPTIONS.items() if option.token_ids]
 TOKENIZER_OPTIONS = [name for name, option in OPTIONS.items() if option.tokenizer]
@@ -132,10 +133,14 @@ class InputProcessor:
         if most is None:
             self.limit.check_chars(len(text), param)
             self.limit.check_pieces(text, param)
+        else:
+            # The tokens at one end depend on that end of the text only; the rest need not be tokenized.
+            longest = (most + 64) * self.tokenizer.max_chars_per_token
+            text = text[:longest] if pooled else text[-longest:]
+        with text_called(param):
+            if pooled and most is not None:
+                return self.tokenizer.encode_within(text, most)
             return self.tokenizer.encode(text)
-        # The tokens at one end depend on that end of the text only; the rest need not be tokenized.
-        longest = (most + 64) * self.tokenizer.max_chars_per_token
-        return self.tokenizer.encode_within(text[:longest], most) if pooled else self.tokenizer.encode(text[-longest:])
 
     def build(self, token_ids: list[int], params: Params, request_id: str, **fields: Any) -> list[EngineRequest]:
         """Return the engine requests of a request, usually one; `fields` are others of `EngineRequest`.

@@ -30,7 +30,7 @@ from quire.outputs import (
     ScoringRequestOutput,
 )
 from quire.pooling_params import PoolingParams
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer, text_called
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
@@ -112,7 +112,8 @@ def pair_input(
         longest = (most + 64) * tokenizer.max_chars_per_token
         query, document = query[:longest], document[:longest]
     if spec.logit_score is not None:
-        ids = _reranker_prompt(front, processor, tokenizer, query, document, instruction)
+        with text_called(param):
+            ids = _reranker_prompt(front, processor, tokenizer, query, document, instruction)
         if most is not None and len(ids) > most:
             raise UnsupportedError(
                 f"{param}: the pair has {len(ids)} tokens, and what the model is asked cannot be cut to {most}",
@@ -121,7 +122,8 @@ def pair_input(
         return RequestInput(TokensOfText(ids), params, param)
     if instruction is not None:
         raise UnsupportedError("instruction is for models that are asked for yes or no", param="instruction")
-    ids, start = tokenizer.encode_pair(query, document, most)
+    with text_called(param):
+        ids, start = tokenizer.encode_pair(query, document, most)
     return RequestInput(TokensOfText(ids), params.clone(token_type_start=start), param)
 
 

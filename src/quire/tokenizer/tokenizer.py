@@ -8,9 +8,10 @@ spoil the characters beside them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -26,6 +27,7 @@ from quire.tokenizer.pieces import Pieces, pieces_of
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 RELEASE_GIL_CHARS = 2048
+TEXT = "prompt"  # what errors call the text; see `text_called`
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,6 +41,17 @@ class TokenizerPanicError(RequestError):
     reason = ""
 
 
+@contextlib.contextmanager
+def text_called(param: str) -> Iterator[None]:
+    """Have errors of the tokenizer name the field of the request that has the text."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == TEXT:
+            error.param = param
+        raise
+
+
 def encoded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call the library on a text of a request. Whatever it raises becomes a `RequestError`."""
     try:
@@ -49,8 +62,8 @@ def encoded(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         reason = first_line(error)
         message = f"the tokenizer fails on this text ({reason})"
         if isinstance(error, Exception):
-            raise RequestError(message, param="prompt") from None
-        panic = TokenizerPanicError(message, param="prompt")
+            raise RequestError(message, param=TEXT) from None
+        panic = TokenizerPanicError(message, param=TEXT)
         panic.reason = reason
         raise panic from None
 
@@ -148,7 +161,7 @@ class Tokenizer:
         Raises:
             RequestError: the text has a lone surrogate, which no UTF-8 text can hold, or the tokenizer fails on it.
         """
-        check_unicode(text, "prompt")
+        check_unicode(text, TEXT)
         if len(text) < RELEASE_GIL_CHARS:
             return encoded(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
         # Only the batch calls of the library let other threads run.
@@ -170,8 +183,8 @@ class Tokenizer:
         Raises:
             RequestError: as `encode`.
         """
-        check_unicode(first, "prompt")
-        check_unicode(second or "", "prompt")
+        check_unicode(first, TEXT)
+        check_unicode(second or "", TEXT)
         left = encoded(self._backend.encode, first, add_special_tokens=False)
         right = None if second is None else encoded(self._backend.encode, second, add_special_tokens=False)
         if most is not None:
@@ -279,7 +292,7 @@ class PlainTextEncoder:
     def encode(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of text and control tokens; see `Tokenizer.encode_segments`."""
         text = "".join([part if isinstance(part, str) else self._names[part] for part in segments])
-        check_unicode(text, "prompt")
+        check_unicode(text, TEXT)
         encoding = encoded(self._backend.encode, text, add_special_tokens=False)
         ids: list[int] = []
         for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
