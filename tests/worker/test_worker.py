@@ -17,6 +17,7 @@ import pytest
 from quire.checkpoint.hf_config import load_model_info
 from quire.config import EngineConfig
 from quire.engine_request import EngineRequest
+from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 from quire.step import ModelOutput, NewSequenceData, SchedulerOutput, StoredBlocks
 from quire.worker import worker as module
@@ -181,9 +182,6 @@ def spoil(disk: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for path in [disk / "weights.json", *store.iterdir()]:
             path.unlink()
             os.mkfifo(path)
-    elif how == "a file":
-        shutil.rmtree(disk)
-        disk.touch()
     elif how == "no space to begin":
         shutil.rmtree(store)
         monkeypatch.setattr(os, "mkdir", failing("mkdir", errno.ENOSPC))
@@ -194,7 +192,7 @@ def spoil(disk: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STORE_DAMAGE = (
-    *("truncated", "noise", "another version", "folders", "pipes", "a file"),
+    *("truncated", "noise", "another version", "folders", "pipes"),
     *("no space to begin", "no permission", "no space to write"),
 )
 
@@ -218,6 +216,17 @@ def test_no_damage_of_the_disk_tier_stops_a_start(
     about = [record.getMessage() for record in caplog.records if "kv_disk_dir" in record.getMessage()]
     assert len(warnings) + len(about) == 1, caplog.text
     assert not about or about[0].startswith(f"no prefixes are kept on disk: kv_disk_dir {disk} cannot be used (")
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "closed"])
+def test_a_disk_tier_in_the_wrong_place_is_refused(
+    folder: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")  # root may do everything
+    with pytest.raises(ConfigError, match=f"kv_disk_dir is '{tmp_path / where}' .expected a folder") as caught:
+        started(folder, tmp_path / where)
+    assert caught.value.param == "kv_disk_dir"
 
 
 def test_the_folder_may_begin_with_the_home_folder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from pathlib import Path
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, echo
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
 from quire.kernels.memory import DeviceMemory, as_memory_error
@@ -253,11 +254,16 @@ class Worker:
         return self._spec.groups(self._model_len)
 
     def _open_store(self) -> DiskStore | None:
-        """Open the disk tier; None if there is to be none, or its files cannot be used, which is warned of."""
+        """Open the disk tier; None if there is to be none, or its files cannot be used, which is warned of.
+
+        Raises `ConfigError` if kv_disk_dir is no folder, or one that this user may not use.
+        """
         cache, model = self.config.cache, self.config.model
         if not cache.kv_disk_space:
             return None
         folder = (DISK_FOLDER if cache.kv_disk_dir is None else Path(cache.kv_disk_dir)).expanduser()
+        if cache.kv_disk_dir is not None:
+            _check_usable(folder)
         identity = fingerprint(
             self._info,
             self.backend,
@@ -285,6 +291,21 @@ class Worker:
             return None
         logger.info("disk tier: %d blocks of %d bytes in %s", store.num_slots, store.block_nbytes, store.folder)
         return store
+
+
+def _check_usable(folder: Path) -> None:
+    """Raise `ConfigError` if the folder of the disk tier is the wrong one. A disk that is full or broken is not."""
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    except (FileExistsError, NotADirectoryError, PermissionError):
+        usable = False
+    except OSError:
+        return
+    if not usable:
+        raise ConfigError(
+            f"kv_disk_dir is {echo(str(folder))} (expected a folder that this user may write to)", param="kv_disk_dir"
+        )
 
 
 def _check_adaptable(info: ModelInfo, model: Model, slots: LoRASlots) -> None:
