@@ -54,29 +54,40 @@ class HttpServer(uvicorn.Server):
 
     async def _adopt(self, connection: socket.socket, admission: Admission, on_close: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
-        made = False
+        owned = counted = True  # by us
+
+        def end() -> None:
+            nonlocal counted
+            if counted:
+                counted = False
+                on_close()
 
         def make_protocol() -> asyncio.Protocol:
-            nonlocal made
-            made = True
+            nonlocal owned
+            owned = False  # the transport closes it from now on
             return self.config.http_protocol_class(  # type: ignore[call-arg]
                 config=self.config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
                 _loop=loop,
                 admit=lambda peer: admission,
-                release=lambda admission: on_close(),
+                release=lambda admission: end(),
             )
 
         tls = None if admission.relayed else self.config.ssl
+        established = False
         try:
             await loop.connect_accepted_socket(
                 make_protocol, connection, ssl=tls, ssl_handshake_timeout=None if tls is None else HEAD_SECONDS
             )
-        except (OSError, ValueError, asyncio.CancelledError) as error:  # it is gone, or speaks no TLS
+            established = True
+        except (OSError, ValueError) as error:  # it is gone, or speaks no TLS
             logger.debug("a connection was not established: %s", error)
-            connection.close()
-            on_close()
+        finally:
+            if not established:
+                if owned:
+                    connection.close()
+                end()
 
 
 def uvicorn_config(
