@@ -21,7 +21,6 @@ import pytest
 
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient, SocketClient
-from quire.engine.clients import SocketClients
 from quire.engine.connection import FrameDecoder, encode_frame
 from quire.engine.launch import engine_options, launch
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
@@ -54,18 +53,6 @@ async def call(client: EngineClient, method: str, **arguments: Any) -> CallResul
         message = await client.receive()
         if isinstance(message, CallResult):
             return message
-
-
-def test_connections_that_an_engine_is_given_are_not_inherited() -> None:
-    parent, listener = socket.socketpair()
-    ours, theirs = socket.socketpair()
-    with parent, ours, theirs:
-        clients = SocketClients(listener)
-        socket.send_fds(parent, [b"c"], [theirs.fileno()])
-        clients.receive(wait=False)
-        [given] = clients._by_fd
-        assert not os.get_inheritable(given)
-        clients.close()
 
 
 async def tokens_of(client: EngineClient, request_id: str) -> list[int]:

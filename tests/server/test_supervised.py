@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import pytest
 
 from quire.engine.launch import LaunchedEngine
 from quire.server.supervised import SupervisorClient
@@ -85,17 +88,28 @@ def test_an_engine_that_ends_as_soon_as_it_was_started_is_known_to_have_ended() 
     supervised(test)
 
 
-def test_an_engine_that_nobody_waits_for_any_more_is_given_back() -> None:
-    """Else it would never end."""
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_engine_that_nobody_waits_for_any_more_is_given_back_before_another_one_is_asked_for(answered: bool) -> None:
+    """Else it would never end, or the later one would."""
 
     async def test(supervisor: FakeSupervisor, launching: asyncio.Task[tuple[int, LaunchedEngine]]) -> None:
-        call = (await supervisor.next("engine"))["call"]
+        gc.collect()
+        before = len(os.listdir("/dev/fd"))
+        answer = started((await supervisor.next("engine"))["call"], [supervisor.board_fd] * 3)
+        if answered:
+            supervisor.send(answer)
+            supervisor.client._on_readable()
         launching.cancel()
         await asyncio.gather(launching, return_exceptions=True)
-        supervisor.send(started(call, [supervisor.board_fd] * 3))
-        release = await supervisor.next("release")
-        assert release["engine"] == 7
-        supervisor.send(({"type": "result", "call": release["call"]}, []))
-        await asyncio.gather(*supervisor.client._tasks)
+        again = asyncio.create_task(supervisor.client.launch("model", server_config(), None))
+        await asyncio.sleep(0)
+        sent = [message for message, _ in supervisor.channel.receive()]
+        assert [(message["type"], message["name"]) for message in sent] == [("release", "model"), ("engine", "model")]
+        if not answered:
+            supervisor.send(answer)
+        supervisor.client._on_readable()
+        assert len(os.listdir("/dev/fd")) == before
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
 
     supervised(test)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ ASK_SECONDS = 1.0
 RATE_SCALE = 1000  # the board has whole numbers only
 QUOTA_SECONDS = 2.0  # a supervisor that does not answer by then is stopped, or the machine has no time for it
 
+Reply = tuple[Message, list[int]]
+
 
 class SupervisorClient(Fronts):
     """The front's end of the channel. Everything but its constructor belongs to the event loop.
@@ -57,11 +59,11 @@ class SupervisorClient(Fronts):
         super().__init__(row)
         self.rows = []
         self.quotas = SupervisedQuotas(self)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
-        self._calls: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._asked: dict[int, int] = {}  # by the number of a call, the front that is to answer
         self._num_calls = 0
         self._exit_codes: dict[int, Future[int]] = {}
@@ -193,9 +195,12 @@ class SupervisorClient(Fronts):
 
         Raises `EngineDeadError` if no process can be started.
         """
-        reply, fds = await self._call(
-            {"type": "engine", "name": name, "options": engine_options(config), "replaced": replaced}
-        )
+        answer = self._begin({"type": "engine", "name": name, "options": engine_options(config), "replaced": replaced})
+        try:
+            reply, fds = await answer
+        except asyncio.CancelledError:
+            self._give_back(name, answer)
+            raise
         if "error" in reply:
             raise EngineDeadError(f"the engine process cannot be started: {reply['error']}")
         number = reply["engine"]
@@ -217,12 +222,28 @@ class SupervisorClient(Fronts):
         if exit_code is not None and not exit_code.done():  # others use it, or it ended unseen
             exit_code.set_result(0)
 
-    async def _call(self, message: Message) -> tuple[Message, list[int]]:
+    def _give_back(self, name: str, answer: asyncio.Future[Reply]) -> None:
+        """Release the engine that a cancelled `launch` was given, or is about to be given.
+
+        By its name: the message must come before that of a later `launch` of the same model.
+        """
+        if not answer.cancelled():
+            reply, fds = answer.result()
+            self._exit_codes.pop(reply.get("engine", 0), None)
+            for fd in fds:
+                os.close(fd)
+        self._begin({"type": "release", "name": name, "reacts": False})
+
+    def _begin(self, message: Message) -> asyncio.Future[Reply]:
+        """Ask the supervisor something; return the future of its reply."""
         assert self._loop is not None, "attached before"
         self._num_calls += 1
         answer = self._calls[self._num_calls] = self._loop.create_future()
         self._send({**message, "call": self._num_calls})
-        return await answer
+        return answer
+
+    async def _call(self, message: Message) -> Reply:
+        return await self._begin(message)
 
     # ---- messages ----
 
@@ -266,18 +287,18 @@ class SupervisorClient(Fronts):
         match message["type"]:
             case "result" | "answer":
                 answer = self._calls.pop(message["call"], None)
-                if "engine" in message:  # now: the next message may say that it has ended
-                    exit_code = self._exit_codes[message["engine"]] = Future()
-                    exit_code.set_running_or_notify_cancel()
                 if answer is None or answer.done():
                     for fd in fds:
                         os.close(fd)
-                    if "engine" in message:  # nobody waits for it any more
-                        self._keep(self._release(message["engine"], reacts=False))
                 else:
+                    if "engine" in message:  # now: the next message may say that it has ended
+                        exit_code = self._exit_codes[message["engine"]] = Future()
+                        exit_code.set_running_or_notify_cancel()
                     answer.set_result((message, list(fds)))
             case "ask":
-                self._keep(self._answer(message))
+                task = asyncio.create_task(self._answer(message), name="quire-answer")
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
             case "relay":
                 self.on_connection(fds[0], None, Admission("", relayed=True))
             case "fronts":
@@ -294,12 +315,6 @@ class SupervisorClient(Fronts):
                 self.on_drain()
             case "reload":
                 self.on_reload()
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something in a task."""
-        task = asyncio.create_task(work, name="quire-supervisor-client")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _note_rows(self, rows: list[int]) -> None:
         """Note which fronts serve; those that do not any more owe no answers."""
