@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from quire.engine.heartbeat_monitor import HeartbeatMonitor
 from quire.supervisor import front as front_module
 from quire.supervisor.board import Board, create_board
 from quire.supervisor.front import START_SECONDS, Front
@@ -44,8 +45,9 @@ def board() -> Board:
 def front(board: Board) -> Front:
     made = object.__new__(Front)
     made.row, made._board = 0, board
-    made._began = made._polled = time.monotonic()
-    made._excused = made._last_beat = 0.0
+    made._began = time.monotonic()
+    made._monitor = HeartbeatMonitor()
+    made._last_beat = 0.0
     made._waited = None
     made.process = subprocess.Popen([sys.executable, "-c", ""])  # type: ignore[assignment]
     made.process.wait()
@@ -81,3 +83,13 @@ def test_a_machine_that_was_stopped_is_not_the_fronts_fault(
     beat(board, clock)
     clock.silent(front, 0.2)
     assert clock.silent(front, 3600, step=3600) == pytest.approx(2.2, abs=0.1)
+
+
+def test_nor_is_it_if_the_front_had_a_heartbeat_just_before(
+    front: Front, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    front.silent_for()
+    board.beat(0)  # nobody has seen it when everything stops
+    clock.now = board.last_beat(0) + 3600
+    assert front.silent_for() == pytest.approx(2.0, abs=0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,8 @@ from typing import Any
 
 from quire import logs
 from quire.child_process import start_module_here
-from quire.engine.launch import anonymous_file
+from quire.engine.heartbeat_monitor import HeartbeatMonitor
+from quire.engine.launch import anonymous_file, options_file
 from quire.supervisor import systemd
 from quire.supervisor.board import Board
 from quire.supervisor.channel import Channel, ConnectionQueue
@@ -21,7 +21,6 @@ from quire.supervisor.connections import Admission
 from quire.supervisor.quotas import QuotaShare
 
 START_SECONDS = 60.0  # until its first heartbeat
-MAX_POLL_SECONDS = 2.0  # of the time between two looks at a heartbeat, so much counts
 WAIT_SECONDS = 0.3  # from then on it is looked up whether it waits for a processor
 SILENT_SECONDS = 0.8  # without a heartbeat, until connections wait here rather than for it
 DUMP_SECONDS = 0.2
@@ -54,8 +53,9 @@ class Front:
         self.row = row
         self.quotas = quotas
         self._board = board
-        self._began = self._polled = time.monotonic()
-        self._excused = self._last_beat = 0.0
+        self._began = time.monotonic()
+        self._monitor = HeartbeatMonitor()
+        self._last_beat = 0.0
         self._waited: float | None = None  # for a processor, when its silence was first looked into [s]
         self.connections: dict[int, Admission] = {}
         self.serving = self.ready = self.ended = self.killed = False
@@ -64,7 +64,7 @@ class Front:
         with contextlib.ExitStack() as shared:
             ours, theirs = socket.socketpair()
             shared.callback(ours.close)
-            with theirs, os.fdopen(anonymous_file("quire-front"), "w+b") as options:  # no pipe: that could block
+            with theirs:
                 self._stacks = anonymous_file("quire-stacks")
                 shared.callback(os.close, self._stacks)
                 inherited = {
@@ -73,14 +73,13 @@ class Front:
                     "board": board_fd,
                     "stacks": self._stacks,
                 }
-                options.write(json.dumps({**started, **inherited, **about}).encode())
-                options.seek(0)
-                self.process = start_module_here(
-                    module,
-                    stdin=options,
-                    pass_fds=tuple(inherited.values()),
-                    environment=systemd.environment_of_children(),
-                )
+                with options_file("quire-front", {**started, **inherited, **about}) as options:
+                    self.process = start_module_here(
+                        module,
+                        stdin=options,
+                        pass_fds=tuple(inherited.values()),
+                        environment=systemd.environment_of_children(),
+                    )
             shared.pop_all()
         self.channel = Channel(ours)
 
@@ -103,22 +102,18 @@ class Front:
     def silent_for(self) -> float:
         """Return for how long there has been no heartbeat [s], START_SECONDS less before the first one.
 
-        Time in which it waited for a processor does not count. Time between two calls counts for two seconds at most:
-        if the whole machine was stopped, it needs time to go on.
+        Time in which it waited for a processor does not count, nor what `HeartbeatMonitor` excuses.
         """
-        now = time.monotonic()
         beat = self._board.last_beat(self.row)
         if beat != self._last_beat:
-            self._last_beat, self._excused, self._waited = beat, 0.0, None
-        self._excused += max(0.0, now - max(self._polled + MAX_POLL_SECONDS, beat))
-        self._polled = now
-        silent = now - beat if beat else now - self._began - START_SECONDS
+            self._last_beat, self._waited = beat, None
+        silent = self._monitor.silent_for(time.monotonic(), beat or self._began + START_SECONDS)
         waited = _seconds_waited(self.pid) if silent > WAIT_SECONDS and sys.platform == "linux" else None
         if waited is not None:
             if self._waited is None:
                 self._waited = waited
             silent -= waited - self._waited
-        return max(0.0, silent - self._excused)
+        return max(0.0, silent)
 
     def dump_stacks(self) -> str:
         """Return the stacks of its threads, as far as it still writes them."""
