@@ -18,7 +18,8 @@ from quire.server.json_io import decode_in_pieces, encode_in_pieces, is_simple
 from quire.server.parsing import parse_json
 from tests.helpers.live_server import LiveServer
 
-LEAVES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(max_size=9)
+NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
+LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=9)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
