@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.helpers.certificates import certify
@@ -186,14 +187,21 @@ def test_a_frozen_front_is_an_error_in_time_and_then_a_failed_response(server: S
     wait_for_fronts(server, 2)
 
 
-def test_stored_responses_outlive_fronts_but_not_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", ["64MiB", "900TiB"])
+def test_stored_responses_outlive_fronts_but_not_the_server(
+    tmp_path: Path, most: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with serve(tmp_path / "log", "--api-server-count", "2") as server:
+    options = ("--api-server-count", "2", "--max-stored-response-bytes", most)
+    with serve(tmp_path / "log", *options) as server:
         before = wait_for_fronts(server, 2)
-        [folder] = tmp_path.glob("quire-*")
-        assert folder.stat().st_mode & 0o777 == 0o700
         body = {"model": "quire-demo", "input": "The king", "max_output_tokens": 4}
         made = server.post(PATH, body)[1]
+        folder = folder_of(server)
+        assert folder.parent in (tmp_path, Path("/dev/shm"))
+        if most == "900TiB":
+            assert folder.parent == tmp_path, "there is no such memory"
+        assert folder.stat().st_mode & 0o777 == 0o700
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         while set(fronts_of(server)) & set(before):
@@ -201,6 +209,27 @@ def test_stored_responses_outlive_fronts_but_not_the_server(tmp_path: Path, monk
         wait_for_fronts(server, 2)
         assert json.loads(server.get(f"{PATH}/{made['id']}")[1])["output"] == made["output"]
     assert not folder.exists()
+
+
+def test_the_next_server_removes_stored_responses_of_a_killed_one_and_no_others(tmp_path: Path) -> None:
+    options = ("--api-server-count", "2")
+    with serve(tmp_path / "log", *options) as killed, serve(tmp_path / "log-2", *options) as lives:
+        folders = []
+        for server in (killed, lives):
+            wait_for_fronts(server, 2)
+            folders.append(folder_of(server))
+        killed.process.kill()
+        killed.process.wait()
+        assert folders[0].exists(), "if it can be had without that, this test can go"
+        with serve(tmp_path / "log-3"):
+            assert [folder.exists() for folder in folders] == [False, True]
+
+
+def folder_of(server: Server) -> Path:
+    """Return the folder with the stored responses of a server that has no `--data-dir`."""
+    paths = [Path(file.path) for pid in fronts_of(server) for file in psutil.Process(pid).open_files()]
+    [folder] = {path.parent for path in paths if path.parent.name.startswith("quire-responses-")}
+    return folder
 
 
 def test_with_tls_and_a_prefix_and_until_the_server_stops(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,14 @@ from quire.engine.launch import engine_options
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
+from quire.server.data_dir import prepare_data_dir, remove_stale_data_dirs, temporary_data_dir
 from quire.server.model_entry import ModelEntry, accepted_names, served_names
 from quire.server_config import ServerConfig
 from quire.supervisor.listen import listening
 from quire.supervisor.supervisor import Supervisor
 
 FLAGS = flags_of(SERVER_GROUPS)
+ROOM_FACTOR = 2  # of a file of stored responses, over their bytes: there are indices, and a log
 
 
 def run(values: dict[str, Any]) -> int:
@@ -37,11 +38,12 @@ def run(values: dict[str, Any]) -> int:
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
     logs.setup(config.server.log_level, config.server.log_format, in_thread=True)
+    remove_stale_data_dirs()
     with contextlib.ExitStack() as stack:
         if config.server.api_server_count > 1 and config.server.data_dir is None:
             # Only in a file can they share stored responses.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True))
-            config = config.replace(data_dir=folder)
+            room = ROOM_FACTOR * config.server.max_stored_response_bytes
+            config = config.replace(data_dir=str(stack.enter_context(temporary_data_dir(room))))
         listener = stack.enter_context(listening(config.server))
         started = {
             "options": config.to_kwargs(),
@@ -92,8 +94,6 @@ def check_server(config: EngineConfig) -> None:
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
     if config.server.data_dir is not None:
-        from quire.server.data_dir import prepare_data_dir  # not for everybody
-
         prepare_data_dir(config.server.data_dir)
     if config.server.uds is None:
         check_address(config.server.host, config.server.port)

@@ -2,6 +2,7 @@
 
     process-N.lock      held (flock) by the server process in slot N as long as it lives
     responses.sqlite3   stored responses (`responses/database.py`), with a lock of its own
+    server.lock         of a temporary folder only: held by the server that made it
 
 The kernel lets go of a lock with the process that holds it, however that ends. So everybody can tell whether the
 process that a record names is still there, without its cooperation and without a clock. The folder must be on a local
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import stat
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.errors import ConfigError, QuireError
@@ -27,6 +31,9 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 SLOT_SECONDS = 2.0  # for which a slot may still be held by a process that is being killed
 POLL_SECONDS = 0.01
+TEMPORARY_PREFIX = "quire-responses-"
+TEMPORARY_LOCK = "server.lock"
+MEMORY = Path("/dev/shm")  # where Linux has files in memory
 
 
 class StorageError(QuireError):
@@ -120,3 +127,54 @@ def slot_lives(folder: Path, slot: int) -> bool:
 
 def _slot_path(folder: Path, slot: int) -> Path:
     return folder / f"process-{slot}.lock"
+
+
+@contextlib.contextmanager
+def temporary_data_dir(num_bytes: int) -> Iterator[Path]:
+    """Yield a new folder, which is removed afterwards; in memory if there is room for so many bytes.
+
+    It has a name as long as it is used: fronts that are started later open its files, and SQLite makes new ones. So a
+    server that is killed leaves it to the next one (`remove_stale_data_dirs`).
+    """
+    parent = MEMORY if _has_room(MEMORY, num_bytes) else None
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent))
+    try:
+        made = folder / f"{TEMPORARY_LOCK}.new"
+        lock = FileLock(made)
+        lock.acquire()
+        made.rename(folder / TEMPORARY_LOCK)  # so nobody finds it free
+        try:
+            yield folder
+        finally:
+            lock.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale_data_dirs() -> None:
+    """Remove the temporary folders that killed servers of this user have left."""
+    for parent in {MEMORY, Path(tempfile.gettempdir())}:
+        for folder in parent.glob(f"{TEMPORARY_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                _remove_if_stale(folder)
+
+
+def _remove_if_stale(folder: Path) -> None:
+    found = folder.lstat()
+    path = folder / TEMPORARY_LOCK
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not path.exists():
+        return
+    lock = FileLock(path)
+    try:
+        if lock.acquire():
+            shutil.rmtree(folder)
+    finally:
+        lock.close()
+
+
+def _has_room(folder: Path, num_bytes: int) -> bool:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize >= num_bytes and os.access(folder, os.W_OK | os.X_OK)
