@@ -9,6 +9,12 @@ NESTING = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}STEP{% 
 NESTED = NESTING.replace("STEP", "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}")
 TUPLES = NESTING.replace("STEP", "{% set ns.x = (ns.x, ns.x) %}").replace("x=[1]", "x=(1, 2)")
 LONG = "{% set s = 'ab' * 30000 %}"
+MILLION = "{% set a = 'a' * 4096 %}" + "{% set a = a ~ a %}" * 8
+ENDLESS = "{% for i in range(99999999999) %}BODY{% endfor %}"
+ITEMS = "{% set l = range(100000) | list %}"
+FILTERED = "l" + " | reject('none')" * 90 + " | select('string')"
+SOUGHT = "{% if " + " or ".join(["'x' in l"] * 90) + " %}{% endif %}"
+BIG = "{% set b = 9 %}" + "{% set b = b * b %}" * 10 + "{% set l = [b, b] %}" + "{% set l = l + l %}" * 16
 
 DOUBLED = {
     f"doubling by {body}": DOUBLING.replace("BODY", body)
@@ -33,7 +39,53 @@ DOUBLED = {
     )
 }
 
-ATTACKS = DOUBLED | {
+# What once passed for linear.
+NOT_LINEAR = {
+    "splitting backwards, by name": MILLION + "{{ a.rsplit(sep='a' ~ 'b' ~ a[:500000]) | length }}",
+    "splitting backwards, by another name": (
+        MILLION + "{% set range = a.rsplit %}{{ range(sep='a' ~ 'b' ~ a[:500000]) | length }}"
+    ),
+    "stripping": MILLION + ENDLESS.replace("BODY", "{% set b = a.strip('b' * 4096 ~ a[:9999]) %}"),
+    "stripping many": MILLION + "{% set b = a.replace('a', 'b')[:524288] ~ 'a' %}" + "{{ a.strip(b) | length }}" * 2,
+    "trimming many": MILLION + "{% set b = a.replace('a', 'b')[:524288] ~ 'a' %}" + "{{ a | trim(b) | length }}" * 2,
+    "JSON, mapped and indented": (
+        "{% set l = range(10000) | list %}{{ [[l]] | map('tojson', indent=1000000) | first | length }}"
+    ),
+    "deep JSON, indented": (
+        "{% set x = range(100000) | list %}" + "{% set x = [x] %}" * 90 + "{{ x | tojson(indent=8) | length }}" * 5
+    ),
+    "filters in filters, one result": ITEMS + ENDLESS.replace("BODY", "{{ FILTERED | first }}"),
+    "filters in filters, reversed": ITEMS + ENDLESS.replace("BODY", "{% set z = FILTERED | reverse %}"),
+    "filters in filters, looked into": ITEMS + ENDLESS.replace("BODY", "{{ 'x' in FILTERED }}"),
+    "reversed again and again": (
+        ITEMS + ENDLESS.replace("BODY", "{% set z = l | select('number')" + " | reverse" * 200 + " %}")
+    ),
+    "looking for a constant": ITEMS + SOUGHT * 50,
+    "looking for a long constant": (
+        "{% set c = '"
+        + "x" * 30_000
+        + "' %}{% set l = [c ~ 'y', c ~ 'z'] %}"
+        + "{% set l = l + l %}" * 15
+        + ENDLESS.replace("BODY", "{{ '" + "x" * 30_000 + "u' in l }}")
+    ),
+    "a text is odd": "{{ '%999999999d' is odd }}{{ messages | tojson(indent=9999999999) }}",
+    "a text is divisible": "{{ ['%999999999d'] | select('divisibleby', 3) | list }}{{ '%999999999d' is even }}",
+    "tuples in tuples, subtracted": TUPLES + "{{ {'a': ns.x}.items() - [] }}",
+    "lists in lists, in an error": NESTED + "{% set z = {}[ns.x] %}{{ z.y }}",
+    "lists in lists, refused": NESTED + "{{ raise_exception(message=ns.x) }}",
+    "lists in lists, tested by a name": NESTED + "{{ ns.x is in(**{'seq': [ns.y]}) }}",
+    "safe texts, replaced": (
+        MILLION + "{% set s = a.replace('aaaa', '&lt;') | safe %}{{ s.replace('<', a) | length }}"
+    ),
+    "remainder of hexadecimal digits": MILLION + "{% set x = a | int(base=16) %}{{ (x * x) % x }}",
+    "quotient of hexadecimal digits": MILLION + "{{ ((a | int(base=16)) // (a[:500000] | int(base=16))) > 1 }}" * 2,
+    "long numbers, printed": BIG + "{{ l | string | length }}" * 5,
+}
+NOT_LINEAR = {name: text.replace("FILTERED", FILTERED) for name, text in NOT_LINEAR.items()}
+
+ATTACKS = {
+    **DOUBLED,
+    **NOT_LINEAR,
     "rounding": "{{ 1.5 | round(300000000, 'ceil') }}",
     "doubling by a macro": (
         "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='abcdefgh') %}"

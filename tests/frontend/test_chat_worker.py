@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from jinja2 import TemplateSyntaxError
 
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.errors import ModelError, QuireError, RequestError
+from quire.frontend import chat_core
 from quire.frontend.chat import ChatTemplate, RequestTemplates
-from quire.frontend.chat_sandbox import TOO_COMPLEX
+from quire.frontend.chat_bounds import FRONT_SECONDS, BeyondCoreError
+from quire.frontend.chat_sandbox import TOO_COMPLEX, parse_template
 from quire.frontend.chat_worker import CompiledTemplate, TemplateWorkers
 from quire.frontend.front_model import load_front_model
 from quire.frontend.worker_process import JobDiedError, WorkerPool
@@ -35,7 +40,14 @@ from tests.helpers.fake_engine import CHAT_TEMPLATE, fake_async_llm, fake_front_
 USER = {"role": "user", "content": "hi"}
 ROOT = Path(__file__).parents[2]
 MAX_LOOP_SECONDS = 0.1  # of processor time, between two looks of the event loop
-QUICK = ("format of nine digits", "product of bytes", "doubling by a macro", "lists in lists, compared", "loops")
+QUICK = (
+    "format of nine digits",
+    "product of bytes",
+    "doubling by a macro",
+    "lists in lists, compared",
+    "loops",
+    "stripping many",
+)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +246,102 @@ def test_the_event_loop_goes_on_meanwhile(name: str, by_request: bool, monkeypat
         assert worst < MAX_LOOP_SECONDS
 
     asyncio.run(check())
+
+
+# ---- what the core lets through is over at once ----
+
+TEXTS = {
+    "long": "a" * 2**20,
+    "later": "a" * 2**19 + "b",
+    "reversed": "b" + "a" * 2**19,
+    "short": "a" * 60 + "b" + "a" * 60,
+    "pairs": "ab" * 2**19,
+    "blanks": " \n" * 2**19,
+    "wide": "\u0390\U0001f469" * 2**19,
+    "digits": "9" * 2**20,
+    "marked": "<&" * 2**19,
+}
+LISTS = {
+    "numbers": list(range(2**17)),
+    "floats": [1 / (3 + number) for number in range(2**17)],
+    "large": [9**1200] * 2**17,
+    "texts": ["a" * 1000 + str(number) for number in range(2**10)],
+    "same": ["a" * 2**20] * 2**17,
+    "lists": [["a"] * 1000] * 2**17,
+    "half": list(range(2**20)),
+}
+OBJECTS = {"names": {f"n{number}": number for number in range(2**16)}, "deep": {"a": {"b": ["x" * 2**19] * 16}}}
+VALUES = {**TEXTS, **LISTS, **OBJECTS, "number": 9**1200, "one": 1, "half_a": "\ud800"}
+
+
+def expressions() -> Iterator[str]:
+    """All methods, filters, tests and operators on values as long as they may be, alone and with each other."""
+    values = [*VALUES, "long | safe"]
+    for left in values:
+        for method in chat_core.METHODS:
+            yield f"{left}.{method}()"
+            for right in (*TEXTS, "'a'", "texts", "'a', 'b'", "'a', long", "sep=later", "chars=later"):
+                yield f"{left}.{method}({right})"
+        for name in (*chat_core.FILTERS, *chat_core.CONSTANT_FILTERS):
+            yield f"{left} | {name}"
+            for right in (*TEXTS, "'a'", "'a', later", "indent=8", "attribute='a'", "'tojson'", "'string'", "base=16"):
+                yield f"{left} | {name}({right})"
+            for lazy in ("map('string')", "map('tojson')", "select('eq', 'a')", "select", "list", "reverse", "items"):
+                for end in ("first", "list", "reverse", "join", "string", "length", "last"):
+                    yield f"{left} | {lazy} | {name} | {end}"
+        for name in chat_core.TESTS:
+            yield from (f"{left} is {name}", f"{left} is {name}('a')", f"{left} is {name}({left})")
+        for right in values:
+            for operator in ("+", "-", "*", "/", "//", "%", "~", "==", "!=", "<", ">=", "in", "not in"):
+                yield f"({left}) {operator} ({right})"
+            yield f"({left})[{right}]"
+        yield from (f"({left})[{part}]" for part in ("::-1", "1:", "::2", "'a'", "0"))
+
+
+def check_expressions(found: Iterable[str]) -> None:
+    for expression in found:
+        for form in ("{% set z = EXPRESSION %}", "{{ EXPRESSION }}"):
+            source = form.replace("EXPRESSION", expression)
+            with contextlib.suppress(TemplateSyntaxError):
+                if not chat_core.is_core(source, parse_template(source)):
+                    continue
+                template, _ = chat_core.compile_core(source)
+                before = time.thread_time()
+                with contextlib.suppress(RequestError, BeyondCoreError):
+                    chat_core.render_core(template, VALUES, FRONT_SECONDS)
+                assert time.thread_time() - before < 2 * MAX_LOOP_SECONDS, source
+
+
+def test_what_the_core_has_is_over_at_once() -> None:
+    check_expressions(random.Random(5).sample(list(expressions()), 300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_much_of_what_the_core_has_is_over_at_once() -> None:
+    check_expressions(random.Random(6).sample(list(expressions()), 8000))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_the_front_gives_up_an_attack_at_once(name: str) -> None:
+    source = ATTACKS[name]
+    with contextlib.suppress(TemplateSyntaxError):
+        if chat_core.is_core(source, parse_template(source)):
+            template, _ = chat_core.compile_core(source)
+            before = time.thread_time()
+            with contextlib.suppress(RequestError, BeyondCoreError):
+                chat_core.render_core(template, {"messages": [USER]}, FRONT_SECONDS)
+            assert time.thread_time() - before < 2 * MAX_LOOP_SECONDS
+
+
+@pytest.mark.parametrize("name", ["splitting backwards, by name", "loops"])
+def test_an_attack_can_be_interrupted(name: str, workers: TemplateWorkers) -> None:
+    template = ChatTemplate(ATTACKS[name], small_tokenizer(), workers=workers)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        template.render([USER])
+    timer.join()
 
 
 def test_a_conversation_too_long_for_the_front_is_rendered_in_a_worker(workers: TemplateWorkers) -> None:

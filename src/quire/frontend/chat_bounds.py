@@ -20,7 +20,10 @@ MAX_MADE_CHARS = 2**24  # of all; templates that add to a text message by messag
 MAX_DEPTH = 100  # of lists in lists
 MAX_INT_BITS = 2**12
 MAX_REPEAT = 2**12
+MAX_PRODUCT = 2**24  # of the lengths of two texts, where Python may compare all characters with all others
+MAX_NEEDLE = 2**8  # characters of what is looked for in a collection
 ITEM_CHARS = 8  # what an item of a list costs, in characters
+FLOAT_CHARS = 24
 STEPS_PER_LOOK = 32
 CHARS_PER_STEP = 64
 
@@ -86,41 +89,71 @@ class Budget:
             self.spend(len(value) // CHARS_PER_STEP)
         return value
 
-    def weigh(self, value: Any, depth: int = 0) -> Any:
+    def weigh(self, value: Any, item_chars: int = ITEM_CHARS) -> Any:
         """Return a value, the text of which is paid for; one long text may stand in it many times."""
+        if isinstance(value, str):
+            self.make(len(value))
+        else:
+            left = self._this_thread.left
+            self._weigh(value, left, left.chars - MAX_TEXT, item_chars, 0)
+        return value
+
+    def _weigh(self, value: Any, left: _Left, floor: int, item_chars: int, depth: int) -> None:
         if isinstance(value, str):
             self.make(len(value))
         elif isinstance(value, dict | list | tuple):
             if depth >= MAX_DEPTH:
                 raise BeyondCoreError
-            self.make(ITEM_CHARS * len(value))
+            self.make(item_chars * len(value))
             for item in value:
                 self.spend()
-                self.weigh(item, depth + 1)
+                self._weigh(item, left, floor, item_chars, depth + 1)
             if isinstance(value, dict):
                 for item in value.values():
-                    self.weigh(item, depth + 1)
-        elif not isinstance(value, int | float | NoneType | Undefined):
+                    self._weigh(item, left, floor, item_chars, depth + 1)
+        elif isinstance(value, int):
+            if value.bit_length() > 64:
+                self.make(value.bit_length() // 3)
+        elif isinstance(value, float):
+            self.make(FLOAT_CHARS)
+        elif not isinstance(value, NoneType | Undefined):
             raise BeyondCoreError
-        return value
+        if left.chars < floor:
+            raise BeyondCoreError
 
     def check_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Price `left operator right`, for + * and %."""
-        if operator == "+":
+        """Price `left operator right`, for arithmetic: of numbers, of texts and lists with +, of short texts with *."""
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
+            if (sum(bits) if operator == "*" else max(bits, default=0)) > MAX_INT_BITS:
+                raise BeyondCoreError
+        elif operator == "+":
             for kind, price in ((str, 1), (list, ITEM_CHARS), (tuple, ITEM_CHARS)):
                 if isinstance(left, kind) and isinstance(right, kind):
                     self.make((len(left) + len(right)) * price)
-        elif operator == "%":
-            if isinstance(left, str):
-                raise BeyondCoreError
-        elif isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() + right.bit_length() > MAX_INT_BITS:
-                raise BeyondCoreError
-        elif not isinstance(left, float) or not isinstance(right, float):
+                    return
+            raise BeyondCoreError
+        elif operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, str) and isinstance(times, int) and len(text) * times <= MAX_REPEAT:
                     return
             raise BeyondCoreError
+        else:
+            raise BeyondCoreError
+
+    def check_product(self, text: str, *others: Any) -> None:
+        """Price an operation that may compare all characters of a text with all of another."""
+        self.read(text)
+        if any(isinstance(other, str) and len(text) * len(other) > MAX_PRODUCT for other in others):
+            raise BeyondCoreError
+
+    def needle(self, value: Any) -> Any:
+        """Return what is about to be looked for in a collection; only what is soon known to differ from an item."""
+        if isinstance(value, str) and len(value) <= MAX_NEEDLE:
+            return value
+        if isinstance(value, int | float | NoneType | Undefined):
+            return value
+        raise BeyondCoreError
 
     def check_replace(self, text: Any, old: Any, new: Any) -> None:
         """Price `text.replace(old, new)`."""

@@ -1,17 +1,19 @@
 """The core: the part of Jinja that chat templates on the hub use, whose cost is linear in its input.
 
 Whether a template stays within it is decided once, from its syntax tree (`is_core`). Such a template runs in the front,
-in a `CoreEnvironment`, which counts what loops, texts and comparisons cost. What the tree cannot show (of which type a
-value is, how often a loop goes round) is seen when it happens: `BeyondCoreError` ends the rendering, and it is done
+in a `CoreEnvironment`, which counts what loops, texts and comparisons cost. What is hard to count is not in the core:
+keyword arguments of methods, texts as formats, long texts looked for in lists. What the tree cannot show (of which type
+a value is, how often a loop goes round) is seen when it happens: `BeyondCoreError` ends the rendering, and it is done
 again in a worker process, as are all renderings of all other templates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from types import NoneType
 from typing import Any
 
-from jinja2 import Environment, Template, nodes, pass_context
+from jinja2 import Environment, Template, Undefined, nodes, pass_context
 from jinja2.runtime import Context, Macro, str_join
 from jinja2.visitor import NodeTransformer
 
@@ -22,9 +24,10 @@ MAX_SOURCE = 2**16
 MAX_NODES = 2**13
 MAX_TREE_DEPTH = 100
 MAX_INDENT = 8
-MAX_BACKWARD = 64  # characters that are searched from the end; Python does that in the product of the lengths
+LINE_CHARS = 256  # of an item of JSON on a line of its own, about
 
 COUNTED, JOINED, MADE, READ, WEIGHED = "_counted", "_joined", "_made", "_read", "_weighed"
+NEEDLE, CONTAINER = "_needle", "_container"
 
 NODES = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Assign, nodes.AssignBlock),
@@ -35,6 +38,8 @@ NODES = (
     *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Neg, nodes.Pos),
 )
 NO_NAMES = frozenset({"caller", "varargs", "kwargs", "self"})
+JINJAS_OWN = frozenset({"_loop_vars", "_block_vars"})  # arguments that it adds to calls, and takes away again
+PLAIN_KEYS = (str, int, float, NoneType, Undefined)
 FUNCTIONS = frozenset({"raise_exception", "strftime_now", "range", "dict", "namespace"})
 METHODS = frozenset(
     {
@@ -46,7 +51,8 @@ METHODS = frozenset(
         *("append", "extend", "insert", "pop", "update"),  # which the sandbox refuses
     }
 )
-BACKWARD = frozenset({"rsplit", "rpartition", "rfind"})
+# Python compares all characters with all others: to search from the end, and to strip.
+PRODUCTS = frozenset({"rsplit", "rpartition", "rfind", "strip", "lstrip", "rstrip"})
 # Filters whose arguments may be anything, and those whose arguments must be constant.
 FILTERS = frozenset(
     {
@@ -54,14 +60,13 @@ FILTERS = frozenset(
         *("length", "count", "items", "list", "first", "last", "reverse", "default", "d", "abs"),
     }
 )
-CONSTANT_FILTERS = frozenset(
-    {"tojson", "dictsort", "int", "float", "map", "select", "reject", "selectattr", "rejectattr"}
-)
+LAZY_FILTERS = ("map", "select", "reject", "selectattr", "rejectattr")
+CONSTANT_FILTERS = frozenset({"tojson", "dictsort", "int", "float", *LAZY_FILTERS})
 MAPPED = frozenset({"trim", "string", "lower", "upper", "capitalize", "length", "count", "tojson"})
 TESTS = frozenset(
     {
         *("defined", "undefined", "none", "true", "false", "boolean", "string", "mapping", "iterable", "sequence"),
-        *("number", "integer", "float", "odd", "even", "divisibleby"),
+        *("number", "integer", "float"),  # not odd and even, for which a text is a format
         *("sameas", "eq", "equalto", "==", "ne", "!=", "in"),
     }
 )
@@ -100,18 +105,25 @@ def _allowed(node: nodes.Node, macros: set[str]) -> bool:
         case nodes.Dict():
             return all(isinstance(pair.key, nodes.Const) and isinstance(pair.key.value, str) for pair in node.items)
         case nodes.Call():
-            return node.dyn_args is None and node.dyn_kwargs is None and _callable(node.node, macros)
+            return node.dyn_args is None and node.dyn_kwargs is None and _callable(node, macros)
         case nodes.Filter():
             return node.node is not None and node.dyn_args is None and node.dyn_kwargs is None and _filter(node)
         case nodes.Test():
-            return node.name in TESTS and node.dyn_args is None and all(map(_constant, (*node.args, *node.kwargs)))
+            return node.name in TESTS and not _dynamic(node) and all(map(_constant, node.args))
+        case nodes.Compare():
+            return len(node.ops) == 1 or not any(operand.op in ("in", "notin") for operand in node.ops)
     return True
 
 
-def _callable(node: nodes.Expr, macros: set[str]) -> bool:
-    if isinstance(node, nodes.Name):
-        return node.name in macros or node.name in FUNCTIONS
-    return isinstance(node, nodes.Getattr) and node.attr in METHODS
+def _dynamic(node: nodes.Test | nodes.Filter) -> bool:
+    """Whether a test or filter has arguments by name, or as many as a list has."""
+    return bool(node.kwargs) or node.dyn_args is not None or node.dyn_kwargs is not None
+
+
+def _callable(node: nodes.Call, macros: set[str]) -> bool:
+    if isinstance(node.node, nodes.Name):
+        return node.node.name in macros or node.node.name in FUNCTIONS
+    return isinstance(node.node, nodes.Getattr) and node.node.attr in METHODS and not node.kwargs
 
 
 def _filter(node: nodes.Filter) -> bool:
@@ -120,14 +132,21 @@ def _filter(node: nodes.Filter) -> bool:
     if node.name not in CONSTANT_FILTERS or not all(map(_constant, (*node.args, *node.kwargs))):
         return False
     values = [item.value for item in node.args if isinstance(item, nodes.Const)]
+    names = {item.key for item in node.kwargs}
     if node.name == "map":
-        return not values or (len(values) == 1 and values[0] in MAPPED)
+        return (
+            names <= {"attribute", "default"} if not values else len(values) == 1 and values[0] in MAPPED and not names
+        )
+    if node.name in ("int", "float"):
+        return len(node.args) + len(names) <= 1 and names <= {"default"}  # not the base
+    if node.name == "tojson":
+        return not node.args and all(map(_narrow, node.kwargs))
+    if names:
+        return node.name == "dictsort"
     if node.name in ("select", "reject"):
         return not values or values[0] in TESTS
     if node.name in ("selectattr", "rejectattr"):
         return len(values) == 1 or (len(values) > 1 and values[1] in TESTS)
-    if node.name == "tojson":
-        return not node.args and all(map(_narrow, node.kwargs))
     return True
 
 
@@ -173,6 +192,10 @@ class _Metering(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         """Weigh what is compared, unless one side is constant: then it is soon known to differ."""
         self.generic_visit(node)
+        if node.ops[0].op in ("in", "notin"):
+            node.expr = self._through(NEEDLE, node.expr)
+            node.ops[0].expr = self._through(CONTAINER, node.ops[0].expr)
+            return node
         sides = [node.expr, *(operand.expr for operand in node.ops)]
         if sum(_constant(side) for side in sides) < len(sides) - 1:
             node.expr = self._through(WEIGHED, node.expr)
@@ -212,7 +235,7 @@ class _Metering(NodeTransformer):
 class CoreEnvironment(ChatEnvironment):
     """The sandbox, with a budget, for templates of the core."""
 
-    intercepted_binops = frozenset(["*", "+", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%"])
 
     def __init__(self) -> None:
         self.budget = Budget()
@@ -224,11 +247,17 @@ class CoreEnvironment(ChatEnvironment):
             MADE: lambda value: value,
             READ: budget.read,
             WEIGHED: budget.weigh,
+            NEEDLE: budget.needle,
+            CONTAINER: _container(budget),
         }.items():
             self.filters[name] = _not_folded(price)
-        for name in ("string", "trim", "lower", "upper", "capitalize", "safe", "tojson", "dictsort"):
+        for name in ("string", "lower", "upper", "capitalize", "safe", "dictsort"):
             self.filters[name] = _before(self.filters[name], budget.weigh)
-        self.filters["reverse"] = _before(self.filters["reverse"], budget.read)
+        for name in LAZY_FILTERS:
+            self.filters[name] = _counting(budget, self.filters[name])
+        self.filters["trim"] = _trim(budget, self.filters["trim"])
+        self.filters["tojson"] = _tojson(budget, self.filters["tojson"])
+        self.filters["reverse"] = _reverse(budget, self.filters["reverse"])
         self.filters["list"] = lambda value: list(budget.counted(value))
         self.filters["join"] = _join(budget, self.filters["join"])
         self.filters["replace"] = _replace(budget, self.filters["replace"])
@@ -248,13 +277,15 @@ class CoreEnvironment(ChatEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """As the sandbox, at the price of a step."""
         self.budget.spend()
-        if type(argument) is tuple:  # to hash it may take long
+        if not isinstance(argument, PLAIN_KEYS):  # to hash it may take long, or to say in an error what it is
             raise BeyondCoreError
         return super().getitem(obj, argument)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """As the sandbox, at the price of a step; the odd names leave all others to the template."""
         __self.budget.spend()
+        if isinstance(__obj, Function) and not kwargs.keys() <= JINJAS_OWN:
+            raise BeyondCoreError
         if isinstance(__obj, Function) and id(__obj) not in __self._functions:
             __self._check_method(Function.inside(__obj), args)
         elif id(__obj) in __self._functions:
@@ -265,8 +296,9 @@ class CoreEnvironment(ChatEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _check_method(self, method: Any, args: tuple[Any, ...]) -> None:
-        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-        if not isinstance(owner, str | dict) or name not in METHODS:
+        owner: Any = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
+        if type(owner) not in (str, dict) or name not in METHODS:  # those of safe texts make longer ones
             raise BeyondCoreError
         self.budget.read(owner)
         if any(type(arg) is tuple for arg in args) and name != "join":
@@ -275,8 +307,8 @@ class CoreEnvironment(ChatEnvironment):
             self.budget.check_replace(owner, *args[:2])
         elif name == "join" and args:
             self.budget.make(len(owner) * len(self.budget.weigh(args[0])))
-        elif name in BACKWARD and any(isinstance(arg, str) and len(arg) > MAX_BACKWARD for arg in args):
-            raise BeyondCoreError
+        elif name in PRODUCTS:
+            self.budget.check_product(owner, *args)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """As the sandbox, with a price."""
@@ -305,6 +337,54 @@ def _before(function: Callable[..., Any], price: Callable[[Any], Any]) -> Callab
         return function(value, *args, **kwargs)
 
     return priced
+
+
+def _counting(budget: Budget, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that counts what it reads, whenever that is."""
+
+    @pass_context
+    def counting(context: Context, value: Any, *args: Any, **options: Any) -> Any:
+        return function(context, budget.counted(value) if value else value, *args, **options)
+
+    return counting
+
+
+def _trim(budget: Budget, function: Callable[..., Any]) -> Callable[..., Any]:
+    def trim(value: Any, *chars: Any) -> Any:
+        budget.weigh(value)
+        if chars and not isinstance(value, str):
+            raise BeyondCoreError
+        budget.check_product(value, *chars)
+        return function(value, *chars)
+
+    return trim
+
+
+def _tojson(budget: Budget, function: Callable[..., Any]) -> Callable[..., Any]:
+    def tojson(value: Any, indent: int | None = None, **options: Any) -> Any:
+        budget.weigh(value, ITEM_CHARS if indent is None else LINE_CHARS)
+        return function(value, indent=indent, **options)
+
+    return tojson
+
+
+def _reverse(budget: Budget, function: Callable[..., Any]) -> Callable[..., Any]:
+    def reverse(value: Any) -> Any:
+        if isinstance(value, Iterator):
+            value = list(budget.counted(value))
+        return function(budget.read(value))
+
+    return reverse
+
+
+def _container(budget: Budget) -> Callable[[Any], Any]:
+    def container(value: Any) -> Any:
+        budget.spend()
+        if not isinstance(value, str | list | tuple | dict | KeysView | Iterator | Undefined):
+            raise BeyondCoreError
+        return value if isinstance(value, dict) else budget.read(value)
+
+    return container
 
 
 def _joined(budget: Budget) -> Callable[[tuple[Any, ...]], str]:
