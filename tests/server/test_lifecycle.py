@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_client_that_goes_away_while_its_grammar_is_made(server: LiveServer) -
         server.wait_until(lambda: server.context.num_open == 1)
     server.wait_until(lambda: idle(server))
     server.do(server.fake_client.resume)
+
+
+def test_clients_that_go_away_while_their_templates_wait_for_workers(make_server: MakeServer) -> None:
+    server = make_server(trust_request_chat_template=True)
+    endless = "{% for i in range(99999999999) %}{% endfor %}"
+    with ExitStack() as clients:
+        for number in range(20):
+            body = {"model": "fake", **CHATS, "chat_template": f"{endless}{{# {number} #}}"}
+            clients.enter_context(server.connect()).sendall(request_bytes(CHAT, body))
+        server.wait_until(lambda: server.context.num_open == 20)
+    server.wait_until(lambda: server.context.num_open == 0)  # long before their jobs would have been done
 
 
 @pytest.mark.parametrize(("path", "times"), [(COMPLETIONS, 30), (CHAT, 5)])

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -53,6 +53,7 @@ from quire.frontend.prompts import Params, Prompt, RequestInput, split_prompt, t
 from quire.frontend.recovery import SupervisedClient
 from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.stats import NO_LOAD, QueueLoad, StatListener, TTFTEstimator
+from quire.frontend.waiting import WaitingThreads
 from quire.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -70,13 +71,19 @@ logger = logging.getLogger(__name__)
 THREAD_CHARS = 4096
 MAX_LOOP_CHARS = 2**16  # of a rendering that is tokenized on the event loop
 TOKENIZER_THREADS = 2
-WAITING_THREADS = 8  # they wait for worker processes
 POOLING_WINDOW = 128  # requests of one call in flight
 POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
 YIELD_EVERY = 4
+GRAMMARS, TEMPLATES, REQUEST_TEMPLATES = "grammars", "chat templates", "chat templates of requests"
 PREDICTED_SHARE = 0.85  # of the time a first token may take: predictions err in both directions
 
 T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, T]], Awaitable[T]]
+
+
+async def until_done(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work, whatever happens meanwhile; see `AsyncLLM.submit`."""
+    return await work
 
 
 class AsyncLLM:
@@ -130,7 +137,7 @@ class AsyncLLM:
         self._receiver: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._grammars = GrammarCompiler()
-        self._waiting_threads: ThreadPoolExecutor | None = None
+        self._waiting = {kind: WaitingThreads(kind) for kind in (GRAMMARS, TEMPLATES, REQUEST_TEMPLATES)}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._stats_call = 0  # the latest one of `refresh_stats`
@@ -214,6 +221,7 @@ class AsyncLLM:
         message_spec: MessageSpec | None = None,
         max_ttft: float | None = None,
         lora_request: LoRARequest | None = None,
+        wait: Wait[Any] = until_done,
     ) -> RequestStream:
         """Check a request, hand it to the engine, and return the stream of its outputs.
 
@@ -224,7 +232,7 @@ class AsyncLLM:
             cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
             tenant: the account it runs on. param: what errors call the prompt. message_spec: what the message that
                 follows may contain; None for a plain completion. max_ttft: most seconds to the first token; see
-                `check_room`.
+                `check_room`. wait: how to wait for a worker process; the server ends that when the client is gone.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -242,7 +250,7 @@ class AsyncLLM:
         self._share_load()
         try:
             token_ids = await self._tokenize(prompt, params, param, lora_request)
-            grammar, thinking = await self._constraints(params, token_ids, message_spec)
+            grammar, thinking = await self._constraints(params, token_ids, message_spec, wait)
         finally:
             self._num_admitting -= 1
             self._share_load()
@@ -444,12 +452,14 @@ class AsyncLLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
+        wait: Wait[Any] = until_done,
     ) -> list[int]:
         """Render a conversation with the model's chat template and tokenize it, for `submit`.
 
         Control tokens that the messages spell out are tokenized as ordinary text. `truncate_prompt_tokens` keeps only
         the last so many tokens; it belongs here, because otherwise a longer conversation is refused. `chat_template` is
         Jinja text to use in the place of the model's template; whether a caller may bring one is for the server to say.
+        `wait` is as for `submit`.
 
         Raises:
             RequestError: the template refuses the messages, or the model has none.
@@ -482,14 +492,18 @@ class AsyncLLM:
                 return await self._in_thread(lambda: render_now(MAX_TEXT, on_loop=False))
             except MustWaitError:
                 pass
-        return await self._in_waiting_thread(render)
+        kind = TEMPLATES if chat_template is None else REQUEST_TEMPLATES
+        rendered: list[int] = await wait(self._waiting[kind].run(render))
+        return rendered
 
-    async def chat_template(self, source: str | None = None) -> ChatTemplate:
+    async def chat_template(self, source: str | None = None, wait: Wait[Any] = until_done) -> ChatTemplate:
         """Return the model's chat template, or that with the Jinja text `source`. Raises `RequestError`."""
         front = self._alive().model
         if source is None:
             return front.template()
-        return await self._in_waiting_thread(lambda: front.template(source))  # if it is not kept, it is compiled again
+        compiled = self._waiting[REQUEST_TEMPLATES].run(lambda: front.template(source))  # again, if it is not kept
+        template: ChatTemplate = await wait(compiled)
+        return template
 
     async def _tokenize(self, prompt: Prompt, params: Params, param: str, lora: LoRARequest | None) -> list[int]:
         work = partial(self.processor.tokenize, prompt, params, param=param, lora=lora)
@@ -497,7 +511,7 @@ class AsyncLLM:
         return await self._in_thread(work) if len(content) > THREAD_CHARS else work()
 
     async def _constraints(
-        self, params: Params, token_ids: list[int], message_spec: MessageSpec | None
+        self, params: Params, token_ids: list[int], message_spec: MessageSpec | None, wait: Wait[Any]
     ) -> tuple[str | None, ThinkingData | None]:
         """Return the grammar of a request, compiled, and the bound on its reasoning."""
         constraints = self.front_model.constraints(params, token_ids, message_spec)
@@ -507,18 +521,12 @@ class AsyncLLM:
         cached = self._grammars.cached(job)
         if cached is not None:
             return cached.unwrap(), constraints.thinking
-        return await self._in_waiting_thread(lambda: self._grammars.compile(job)), constraints.thinking
+        grammar: str | None = await wait(self._waiting[GRAMMARS].run(lambda: self._grammars.compile(job)))
+        return grammar, constraints.thinking
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         assert self._loop is not None
         return self._loop.run_in_executor(self._threads, work)
-
-    def _in_waiting_thread(self, work: Callable[[], T]) -> Awaitable[T]:
-        """Do what waits for a worker process: not in the tokenizer's threads, or it would delay everyone's prompts."""
-        if self._waiting_threads is None:
-            self._waiting_threads = ThreadPoolExecutor(WAITING_THREADS, thread_name_prefix="quire-waiting")
-        assert self._loop is not None
-        return self._loop.run_in_executor(self._waiting_threads, work)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
@@ -604,12 +612,13 @@ class AsyncLLM:
             await asyncio.gather(self._receiver, return_exceptions=True)
         self._die(EngineDeadError("the engine was closed"))
         await self._client.close()
+        for waiting in self._waiting.values():
+            waiting.close()
         self._grammars.close()
         if self._front is not None:
             self._front.close()
-        for threads in (self._threads, self._waiting_threads):
-            if threads is not None:
-                threads.shutdown(wait=False)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
     async def _receive(self) -> None:
         """Process the messages of the engine until it is dead; a background task."""

@@ -85,7 +85,8 @@ class ChatTemplate:
         self.for_tools = for_tools or self
         self._tokenizer = tokenizer
         try:
-            self._template = CompiledTemplate(source, workers or TemplateWorkers(), trusted=not from_request)
+            self.workers = workers or TemplateWorkers()
+            self._template = CompiledTemplate(source, self.workers, trusted=not from_request)
         except TemplateSyntaxError as error:
             raise ModelError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
         self._control_ids = {**tokenizer.control_tokens, **_structural(tokenizer, source)}
@@ -327,12 +328,13 @@ class RequestTemplates:
         default_kwargs: Mapping[str, Any] | None = None,
         workers: TemplateWorkers | None = None,
     ) -> None:
+        self.workers = workers or TemplateWorkers()
         make = partial(
             ChatTemplate,
             origin="this request",
             content_format=content_format,
             default_kwargs=default_kwargs,
-            workers=workers or TemplateWorkers(),
+            workers=self.workers,
             from_request=True,
         )
         self._compile = lru_cache(REQUEST_TEMPLATES)(make)

@@ -49,8 +49,7 @@ class FrontModel:
 
     Attributes:
         tokenizer: None with `skip_tokenizer_init`. chat_template: None if the model has none.
-        request_templates: compiles the chat templates that requests bring. template_workers: where those, and templates
-            of the model outside the core, are rendered.
+        request_templates: compiles the chat templates that requests bring, and renders them in processes of their own.
         use_sampling_defaults: whether requests without parameters take those of generation_config.json.
         max_logprobs: most log-probabilities per position of a request; -1: no bound.
         logits_processors: names that requests may use.
@@ -62,7 +61,6 @@ class FrontModel:
     chat_template: ChatTemplate | None
     use_sampling_defaults: bool = True
     request_templates: RequestTemplates = field(default_factory=RequestTemplates)
-    template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     max_logprobs: int = 20
     logits_processors: tuple[str, ...] = ()
     message_format: MessageFormat = field(default_factory=lambda: MessageFormat(None, None))
@@ -89,7 +87,9 @@ class FrontModel:
 
     def close(self) -> None:
         """End the processes that render chat templates."""
-        self.template_workers.close()
+        self.request_templates.workers.close()
+        if self.chat_template is not None:
+            self.chat_template.workers.close()
 
     def template(self, source: str | None = None) -> ChatTemplate:
         """Return the model's chat template, or that with the Jinja text `source`, which a request brought.
@@ -199,24 +199,21 @@ def load_front_model(config: EngineConfig) -> FrontModel:
     model = config.model
     info = load_info(config)
     tokenizer = chat_template = None
-    workers = TemplateWorkers()
+    request_templates = RequestTemplates(model.chat_template_content_format, model.default_chat_template_kwargs)
     if config.server.trust_request_chat_template:
-        workers.prestart()
+        request_templates.workers.prestart()
     if not model.skip_tokenizer_init:
         folder = info.path
         if model.tokenizer is not None:
             folder = resolve_model(model.tokenizer, download_dir=model.download_dir)
         tokenizer = load_tokenizer(folder)
-        chat_template = _load_template(model, tokenizer, folder, workers)
+        chat_template = _load_template(model, tokenizer, folder)
     return FrontModel(
         info,
         tokenizer,
         chat_template,
         use_sampling_defaults=model.generation_config == "auto",
-        request_templates=RequestTemplates(
-            model.chat_template_content_format, model.default_chat_template_kwargs, workers
-        ),
-        template_workers=workers,
+        request_templates=request_templates,
         max_logprobs=model.max_logprobs,
         logits_processors=tuple(registered_names(model.logits_processors)),
         message_format=_message_format(model, tokenizer, chat_template),
@@ -230,15 +227,15 @@ def _message_format(model: ModelConfig, tokenizer: Tokenizer | None, template: C
     return format_named(model.tool_call_parser, model.reasoning_parser, source, special)
 
 
-def _load_template(
-    model: ModelConfig, tokenizer: Tokenizer, folder: Path, workers: TemplateWorkers
-) -> ChatTemplate | None:
+def _load_template(model: ModelConfig, tokenizer: Tokenizer, folder: Path) -> ChatTemplate | None:
     source, tool_source, origin = tokenizer.chat_template, tokenizer.tool_template, str(folder)
     if model.chat_template is not None:
         path = Path(model.chat_template).expanduser()
         source, tool_source, origin = read_chat_template(path), None, str(path)
     if source is None:
         return None
+
+    workers = TemplateWorkers()  # for both
 
     def make(text: str, for_tools: ChatTemplate | None = None) -> ChatTemplate:
         return ChatTemplate(

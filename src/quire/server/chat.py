@@ -95,9 +95,12 @@ class ChatCompletion(Generation):
     async def render(self) -> list[int]:
         """Return the token ids of the rendered conversation."""
         token_ids = await self.context.llm.chat_prompt(
-            self.messages, **self.template_arguments, truncate_prompt_tokens=self.params.truncate_prompt_tokens
+            self.messages,
+            **self.template_arguments,
+            truncate_prompt_tokens=self.params.truncate_prompt_tokens,
+            wait=self.context.until_disconnect,
         )
-        await check_template(self.context.llm, self.body, self.tools)
+        await check_template(self.context, self.body, self.tools)
         if self.body.add_special_tokens:
             token_ids = with_special_tokens(self.context.llm, token_ids)
         return token_ids

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -26,6 +26,8 @@ from quire.server.shared_models import SharedModels
 from quire.server.streaming import until_disconnect
 from quire.server.timeline import RequestRecords
 from quire.server.tracing import Tracing
+
+T = TypeVar("T")
 
 
 class Abortable(Protocol):
@@ -137,6 +139,10 @@ class ModelContext:
     def config(self) -> EngineConfig:
         """Options of the model and the server."""
         return self.model.config
+
+    async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for work, or until the client is gone: then raise `ClientGoneError`."""
+        return await until_disconnect(self.request.receive, work)
 
     @property
     def key_digest(self) -> bytes | None:

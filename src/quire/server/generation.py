@@ -217,6 +217,7 @@ class Generation(EngineJob, ABC):
                     message_spec=message_spec,
                     max_ttft=None if self.deadline is None else self.deadline.left,
                     lora_request=self.context.lora,
+                    wait=self.context.until_disconnect,
                     **options,
                 )
                 async with time_limit(self.deadline):

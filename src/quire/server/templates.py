@@ -10,7 +10,6 @@ from typing import Any
 
 from quire.config import TEMPLATE_ARGUMENTS
 from quire.errors import RequestError, UnsupportedError, echo
-from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.front_model import FrontModel
 from quire.frontend.prompts import text_size
 from quire.frontend.tools import ToolRequest
@@ -98,7 +97,9 @@ def _continued_field(message: Mapping[str, Any]) -> bool | str:
     return "reasoning_content" if reasoning is not None and "content" not in message else True
 
 
-async def check_template(llm: AsyncLLM, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True) -> None:
+async def check_template(
+    context: ModelContext, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True
+) -> None:
     """Raise `UnsupportedError` for arguments that the template ignores, or tool calls that no parser could read.
 
     Called once the conversation is rendered, so that a template of the request's own is known to be sound.
@@ -106,7 +107,8 @@ async def check_template(llm: AsyncLLM, body: TemplateRequest, tools: ToolReques
     Args:
         answered: whether there will be an answer.
     """
-    front, template = llm.front_model, await llm.chat_template(body.chat_template)
+    front = context.llm.front_model
+    template = await context.llm.chat_template(body.chat_template, context.until_disconnect)
     if tools.callable and tools.choice != "none":
         if not template.reads("tools"):
             raise UnsupportedError("tools: this model's chat template has no place for tools", param="tools")

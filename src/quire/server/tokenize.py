@@ -43,8 +43,9 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         messages = await process_body(request, lambda: check_messages(body.fields))
         tools = requested_tools(body.tools, None, True, ignore_unknown=body.ignore_unknown)
-        tokens = await llm.chat_prompt(messages, **template_arguments(context, body, messages, tools.shown))
-        await check_template(llm, body, tools, answered=False)
+        arguments = template_arguments(context, body, messages, tools.shown)
+        tokens = await llm.chat_prompt(messages, **arguments, wait=context.until_disconnect)
+        await check_template(context, body, tools, answered=False)
         if body.add_special_tokens:
             tokens = with_special_tokens(llm, tokens)
     elif body.prompt is not None:
