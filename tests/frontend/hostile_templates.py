@@ -74,9 +74,6 @@ NOT_LINEAR = {
     "lists in lists, in an error": NESTED + "{% set z = {}[ns.x] %}{{ z.y }}",
     "lists in lists, refused": NESTED + "{{ raise_exception(message=ns.x) }}",
     "lists in lists, tested by a name": NESTED + "{{ ns.x is in(**{'seq': [ns.y]}) }}",
-    "safe texts, replaced": (
-        MILLION + "{% set s = a.replace('aaaa', '&lt;') | safe %}{{ s.replace('<', a) | length }}"
-    ),
     "remainder of hexadecimal digits": MILLION + "{% set x = a | int(base=16) %}{{ (x * x) % x }}",
     "quotient of hexadecimal digits": MILLION + "{{ ((a | int(base=16)) // (a[:500000] | int(base=16))) > 1 }}" * 2,
     "long numbers, printed": BIG + "{{ l | string | length }}" * 5,

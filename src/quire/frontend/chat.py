@@ -93,7 +93,7 @@ class ChatTemplate:
         self.controls = ControlTokenFinder(self._control_ids)
         self._defaults = dict(default_kwargs or {})
         self._traits = TemplateTraits(self._try, content_format)
-        self._culprit = "chat_template" if from_request else "messages"
+        self._param = "chat_template" if from_request else "messages"
 
     def encode_segments(self, segments: Sequence[str | int]) -> list[int]:
         """Return the ids of plain text and the ids of control tokens in a row; plain text makes no control token."""
@@ -262,7 +262,7 @@ class ChatTemplate:
             return self._template.render(context)
         except RequestError as error:
             if error.code == TOO_COMPLEX:
-                error.param = self._culprit
+                error.param = self._param
             raise
 
     def _try(self, messages: list[dict[str, Any]]) -> str | None:
