@@ -20,7 +20,7 @@ from typing import Any
 MAX_LENGTH = 2000  # of an expression
 MAX_DEPTH = 40
 NAME = re.compile(r"\^?(?:[\w-]|\\?\.)*\$?")
-CHARACTER_WORK = 4  # steps to which compiling one character is equal
+CHARACTER_WORK = 32  # steps to which compiling one character is equal; of a mere name it is one
 FEW_PLACES = 8
 ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN)
 # Of a name and the places at which matches of a part may begin, those at which they end. Places are bits of a number.
@@ -73,10 +73,11 @@ class Pattern:
         if len(text) > MAX_LENGTH:
             raise ValueError(f"it has more than {MAX_LENGTH} characters")
         self._work, self._ending = work, ending
-        work.spend(CHARACTER_WORK * len(text))
+        is_name = NAME.fullmatch(text) is not None  # nothing in it can be repeated: Python's own matching is bounded
+        work.spend(len(text) if is_name else CHARACTER_WORK * len(text))
         self._name: re.Pattern[str] | None = None
         try:
-            if NAME.fullmatch(text):  # nothing in it can be repeated, so that Python's own, faster matching is bounded
+            if is_name:
                 self._name = re.compile(rf"(?:.*\.)?(?:{text})" if ending else text)
             else:
                 parsed = _parser.parse(text)
