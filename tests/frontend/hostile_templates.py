@@ -10,7 +10,8 @@ NESTED = NESTING.replace("STEP", "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns
 TUPLES = NESTING.replace("STEP", "{% set ns.x = (ns.x, ns.x) %}").replace("x=[1]", "x=(1, 2)")
 LONG = "{% set s = 'ab' * 30000 %}"
 MILLION = "{% set a = 'a' * 4096 %}" + "{% set a = a ~ a %}" * 8
-ENDLESS = "{% for i in range(99999999999) %}BODY{% endfor %}"
+OTHERS = "{% set b = 'b' * 4096 %}" + "{% set b = b ~ b %}" * 7 + "{% set b = b ~ 'a' %}"
+REPEATED = "{% for i in range(500) %}BODY{% endfor %}"
 ITEMS = "{% set l = range(100000) | list %}"
 FILTERED = "l" + " | reject('none')" * 90 + " | select('string')"
 SOUGHT = "{% if " + " or ".join(["'x' in l"] * 90) + " %}{% endif %}"
@@ -45,30 +46,30 @@ NOT_LINEAR = {
     "splitting backwards, by another name": (
         MILLION + "{% set range = a.rsplit %}{{ range(sep='a' ~ 'b' ~ a[:500000]) | length }}"
     ),
-    "stripping": MILLION + ENDLESS.replace("BODY", "{% set b = a.strip('b' * 4096 ~ a[:9999]) %}"),
-    "stripping many": MILLION + "{% set b = a.replace('a', 'b')[:524288] ~ 'a' %}" + "{{ a.strip(b) | length }}" * 2,
-    "trimming many": MILLION + "{% set b = a.replace('a', 'b')[:524288] ~ 'a' %}" + "{{ a | trim(b) | length }}" * 2,
+    "stripping": MILLION + OTHERS + REPEATED.replace("BODY", "{{ a.lstrip(b[-9999:]) | length }}"),
+    "stripping many": MILLION + OTHERS + "{{ a.strip(b) | length }}" * 2,
+    "trimming many": MILLION + OTHERS + "{{ a | trim(b) | length }}" * 2,
     "JSON, mapped and indented": (
         "{% set l = range(10000) | list %}{{ [[l]] | map('tojson', indent=1000000) | first | length }}"
     ),
     "deep JSON, indented": (
         "{% set x = range(100000) | list %}" + "{% set x = [x] %}" * 90 + "{{ x | tojson(indent=8) | length }}" * 5
     ),
-    "filters in filters, one result": ITEMS + ENDLESS.replace("BODY", "{{ FILTERED | first }}"),
-    "filters in filters, reversed": ITEMS + ENDLESS.replace("BODY", "{% set z = FILTERED | reverse %}"),
-    "filters in filters, looked into": ITEMS + ENDLESS.replace("BODY", "{{ 'x' in FILTERED }}"),
+    "filters in filters, one result": ITEMS + REPEATED.replace("BODY", "{{ FILTERED | first }}"),
+    "filters in filters, reversed": ITEMS + REPEATED.replace("BODY", "{% set z = FILTERED | reverse %}"),
+    "filters in filters, looked into": ITEMS + REPEATED.replace("BODY", "{{ 'x' in FILTERED }}"),
     "reversed again and again": (
-        ITEMS + ENDLESS.replace("BODY", "{% set z = l | select('number')" + " | reverse" * 200 + " %}")
+        ITEMS + REPEATED.replace("BODY", "{% set z = l | select('number')" + " | reverse" * 90 + " %}")
     ),
-    "looking for a constant": ITEMS + SOUGHT * 50,
+    "looking for a constant": ITEMS + SOUGHT * 17,
     "looking for a long constant": (
         "{% set c = '"
         + "x" * 30_000
         + "' %}{% set l = [c ~ 'y', c ~ 'z'] %}"
         + "{% set l = l + l %}" * 15
-        + ENDLESS.replace("BODY", "{{ '" + "x" * 30_000 + "u' in l }}")
+        + REPEATED.replace("BODY", "{{ '" + "x" * 30_000 + "u' in l }}")
     ),
-    "a text is odd": "{{ '%999999999d' is odd }}{{ messages | tojson(indent=9999999999) }}",
+    "a text is odd": "{{ '%999999999d' is odd }}{{ '%999999999d' is even }}" * 9,
     "a text is divisible": "{{ ['%999999999d'] | select('divisibleby', 3) | list }}{{ '%999999999d' is even }}",
     "tuples in tuples, subtracted": TUPLES + "{{ {'a': ns.x}.items() - [] }}",
     "lists in lists, in an error": NESTED + "{% set z = {}[ns.x] %}{{ z.y }}",
