@@ -46,7 +46,7 @@ def load(folder: Path, family: str, **config: Any) -> Any:
         ("glm4_moe", {"n_group": 4, "topk_group": 5}, "topk_group is 5 (expected an integer from 1 to 4)"),
         ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok is 3 (expected an integer from 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0 (expected null)"),
-        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True (expected false)"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true (expected false)"),
     ],
 )
 def test_what_does_not_fit_is_named(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:

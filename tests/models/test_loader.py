@@ -178,20 +178,20 @@ def test_no_rope_layers_that_fit_no_model_are_refused(layers: object, tmp_path: 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("mpt", {"no_bias": False}, "no_bias is False (expected true)"),
+        ("mpt", {"no_bias": False}, "no_bias is false (expected true)"),
         ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is 'inv_sqrt_d_model' (expected null)"),
         ("mpt", {"norm_type": "rmsnorm"}, "norm_type is 'rmsnorm' (expected layernorm or"),
-        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False (expected true)"),
-        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True (expected false)"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is false (expected true)"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is true (expected false)"),
         ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv is 6 (expected null)"),
         (
             "mpt",
             {"attn_config": {"attn_type": "multiquery_attention"}},
             "attn_config.attn_type is 'multiquery_attention' (expected multihead_attention)",
         ),
-        ("falcon", {"parallel_attn": False}, "parallel_attn is False (expected true, with new_decoder_architecture)"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn is false (expected true, with new_decoder_architecture)"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3 (expected an integer from 1 to 2)"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True (expected false)"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm is true (expected false)"),
     ],
 )
 def test_unsupported_variants_are_refused(family: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gpt2")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "add_cross_attention": True}))
-    with pytest.raises(ModelError, match="add_cross_attention is True \\(expected false"):
+    with pytest.raises(ModelError, match="add_cross_attention is true \\(expected false"):
         logits(folder)
 
 
