@@ -322,7 +322,12 @@ def test_much_of_what_the_core_has_is_over_at_once() -> None:
     check_expressions(random.Random(6).sample(list(expressions()), 8000))
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+LONG_TO_COMPILE = ("looking for a constant",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG_TO_COMPILE)) for name in ATTACKS]
+)
 def test_the_front_gives_up_an_attack_at_once(name: str) -> None:
     source = ATTACKS[name]
     with contextlib.suppress(TemplateSyntaxError):

@@ -187,7 +187,7 @@ def test_a_frozen_front_is_an_error_in_time_and_then_a_failed_response(server: S
     wait_for_fronts(server, 2)
 
 
-@pytest.mark.parametrize("most", ["64MiB", "900TiB"])
+@pytest.mark.parametrize("most", ["64MiB", pytest.param("900TiB", marks=pytest.mark.slow)])
 def test_stored_responses_outlive_fronts_but_not_the_server(
     tmp_path: Path, most: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +211,7 @@ def test_stored_responses_outlive_fronts_but_not_the_server(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_next_server_removes_stored_responses_of_a_killed_one_and_no_others(tmp_path: Path) -> None:
     options = ("--api-server-count", "2")
     with serve(tmp_path / "log", *options) as killed, serve(tmp_path / "log-2", *options) as lives:
