@@ -22,7 +22,7 @@ import pytest
 from quire.config import SERVER_GROUPS, EngineConfig
 from quire.engine.client import EngineClient, SocketClient
 from quire.engine.connection import FrameDecoder, encode_frame
-from quire.engine.launch import engine_options, launch
+from quire.engine.launch import LaunchedEngine, engine_options, launch
 from quire.engine.messages import PROTOCOL_VERSION, AbortRequests, Call, CallResult, EngineOutputs, Failed, Hello
 from quire.engine.process import EngineProcess, ProcessClient, create_client
 from quire.engine.thread import ThreadClient
@@ -111,6 +111,27 @@ def test_requests_calls_and_aborts_reach_the_engine(folder: Path, kind: str) -> 
 def test_a_model_that_cannot_be_loaded_is_reported_at_start(tmp_path: Path, kind: str) -> None:
     async def scenario() -> None:
         client = create_client(config_for(tmp_path / "nowhere"), kind)
+        try:
+            with pytest.raises(QuireError, match="nowhere") as caught:
+                await client.start()
+            assert caught.value.exit_code == 2
+        finally:
+            await client.close()
+
+    run(scenario())
+
+
+def test_a_model_that_failed_before_there_was_a_connection_is_reported_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = config_for(tmp_path / "nowhere")
+        ended = launch(engine_options(config))
+        assert await asyncio.to_thread(ended.exit_code.result, 60) == 2
+        launched = [ended]
+
+        async def start_engine(config: EngineConfig) -> LaunchedEngine:
+            return launched.pop() if launched else launch(engine_options(config))
+
+        client = ProcessClient(config, launch=start_engine)
         try:
             with pytest.raises(QuireError, match="nowhere") as caught:
                 await client.start()

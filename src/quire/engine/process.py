@@ -32,7 +32,7 @@ from quire.engine.clients import SocketClients
 from quire.engine.heartbeat import Heartbeat, HeartbeatWriter, StallDetector
 from quire.engine.launch import MODULE, LaunchedEngine, engine_options, launch
 from quire.engine.messages import Failed, Ready, Received, ToEngine
-from quire.errors import EngineDeadError, OverloadedError, QuireError
+from quire.errors import ConfigError, EngineDeadError, OverloadedError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -189,6 +189,17 @@ class ProcessClient(EngineClient):
             ConfigError: the child reports bad options or a bad model. EngineDeadError: it could not be started, or
                 ended without a word. OverloadedError: too many connections wait for it.
         """
+        try:
+            return await self._start_process()
+        except EngineDeadError:
+            process = self.process
+            if process is None or not process.exit_code.done() or process.exit_code.result() != ConfigError.exit_code:
+                raise
+        # Its options or its model are bad, and it ended before it could say so here: another one will.
+        self._dead = None
+        return await self._start_process()
+
+    async def _start_process(self) -> Ready:
         try:
             self.process = EngineProcess(await self._launch(self._config))
         except (OSError, RuntimeError) as error:  # of memory, descriptors, processes or threads
