@@ -50,13 +50,6 @@ def server(keys: Path) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def clients(server: Server) -> Iterator[list[httpx.Client]]:
-    """A client of each front."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(client_of(server, pid)) for pid in wait_for_fronts(server, 2)]
-
-
 def ask(client: httpx.Client, key: str, **fields: Any) -> httpx.Response:
     return client.post("/v1/completions", json={**SHORT, **fields}, headers={"authorization": f"Bearer {key}"})
 
@@ -79,7 +72,7 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_so_many_requests_per_minute_over_both(clients: list[httpx.Client]) -> None:
+def test_so_many_requests_per_minute_over_both(clients: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = clients
     answers = [ask(client, "rated") for client in (first, second, first, second, first, second)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429, 429]
@@ -88,7 +81,7 @@ def test_so_many_requests_per_minute_over_both(clients: list[httpx.Client]) -> N
     assert 0 < int(answers[-1].headers["retry-after-ms"]) <= 20000
 
 
-def test_so_many_tokens_per_minute_over_both(clients: list[httpx.Client]) -> None:
+def test_so_many_tokens_per_minute_over_both(clients: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = clients
     answer = ask(first, "counted", prompt=[5] * 10, max_tokens=490, stop=["e", "a", " "])
     used = answer.json()["usage"]["total_tokens"]
@@ -98,7 +91,7 @@ def test_so_many_tokens_per_minute_over_both(clients: list[httpx.Client]) -> Non
     assert int(refused.headers["x-ratelimit-remaining-tokens"]) == pytest.approx(600 - used, abs=100)
 
 
-def test_so_many_requests_at_a_time_over_both(clients: list[httpx.Client]) -> None:
+def test_so_many_requests_at_a_time_over_both(clients: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = clients
     with streaming(first, "alone"):
         refused = ask(second, "alone")
@@ -108,7 +101,7 @@ def test_so_many_requests_at_a_time_over_both(clients: list[httpx.Client]) -> No
     wait_until(lambda: ask(second, "alone").status_code == 200)
 
 
-def test_a_response_in_the_background_counts_until_it_ends(clients: list[httpx.Client]) -> None:
+def test_a_response_in_the_background_counts_until_it_ends(clients: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = clients
     headers = {"authorization": "Bearer background"}
     body = {"model": "quire-demo", "input": "hello", "background": True, "max_output_tokens": 800}
@@ -122,7 +115,7 @@ def test_a_response_in_the_background_counts_until_it_ends(clients: list[httpx.C
     assert first.get(path, headers=headers).json()["status"] in ("completed", "incomplete")
 
 
-def test_limits_that_change_hold_in_both(keys: Path, clients: list[httpx.Client]) -> None:
+def test_limits_that_change_hold_in_both(keys: Path, clients: tuple[httpx.Client, httpx.Client]) -> None:
     assert [ask(client, "changed").status_code for client in [*clients, *clients]] == [200, 200, 429, 429]
     keys.write_text(KEYS.replace("{key: changed, requests_per_minute: 2}", "{key: changed, requests_per_minute: 5}"))
     wait_until(lambda: all(limit_of(client) == "5" for client in clients))
@@ -225,7 +218,7 @@ def ask_many(client: httpx.Client, key: str, count: int) -> list[int]:
 
 
 def test_a_supervisor_that_does_not_answer_ends_no_request_but_those_with_limits(
-    server: Server, clients: list[httpx.Client]
+    server: Server, clients: tuple[httpx.Client, httpx.Client]
 ) -> None:
     client = clients[0]
     assert ask(client, "stuck").status_code == 200

@@ -38,14 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """A client of each front."""
-    one, two = wait_for_fronts(server, 2)
-    with client_of(server, one) as first, client_of(server, two) as second:
-        yield first, second
-
-
 def begin(client: httpx.Client, max_tokens: int = 700, **fields: Any) -> str:
     """Begin a response in the background; return its id."""
     body = {"model": "quire-demo", "input": "The king", "max_output_tokens": max_tokens, "ignore_eos": True, **fields}

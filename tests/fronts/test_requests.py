@@ -35,14 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def clients(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """A client of each front."""
-    one, two = wait_for_fronts(server, 2)
-    with client_of(server, one) as first, client_of(server, two) as second:
-        yield first, second
-
-
 @contextlib.contextmanager
 def generating(client: httpx.Client) -> Iterator[str]:
     """Run a request while the block runs; the block gets its id once it has a token."""

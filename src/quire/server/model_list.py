@@ -1,14 +1,16 @@
-"""`ModelList`: the models of a server, found by name, and whether they let it live."""
+"""`ModelList`: the models of a server, found by name and used, and whether they let it live."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 
 from quire.errors import NotFoundError, echo
 from quire.server.served_model import ServedModel
 
 
-class ModelList:
+class ModelList(ABC):
     """All models of one server, in the order of its options; at least one, no two with the same name."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
@@ -38,6 +40,23 @@ class ModelList:
             f"the model {echo(name)} does not exist; this server has {', '.join([*self.names, *self.adapter_names])}",
             param="model",
         )
+
+    @abstractmethod
+    async def acquire(self, model: ServedModel) -> None:
+        """Have a model ready, and keep it so until `release`; may be cancelled."""
+
+    @abstractmethod
+    def release(self, model: ServedModel) -> None:
+        """End a use that `acquire` began."""
+
+    @contextlib.asynccontextmanager
+    async def using(self, model: ServedModel) -> AsyncIterator[None]:
+        """Have a model ready while the block runs. Raises as `acquire`."""
+        await self.acquire(model)
+        try:
+            yield
+        finally:
+            self.release(model)
 
     @property
     def starting(self) -> bool:

@@ -9,10 +9,9 @@ one never at all. Everything here happens on one event loop; of several fronts, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,15 +157,6 @@ class ModelPool(ModelList):
         if error is not None:
             final = isinstance(error, HTTPProblem | OverloadedError)
             raise error if final else model.unavailable(error, model.backoff)
-
-    @contextlib.asynccontextmanager
-    async def using(self, model: ServedModel) -> AsyncIterator[None]:
-        """Have a model ready while the block runs. Raises as `acquire`."""
-        await self.acquire(model)
-        try:
-            yield
-        finally:
-            self.release(model)
 
     def release(self, model: ServedModel) -> None:
         """End a use that `acquire` began."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,15 +337,6 @@ class SharedModels(ModelList):
         hold.uses.add(number)
         hold.num_users += 1
         return True
-
-    @contextlib.asynccontextmanager
-    async def using(self, model: ServedModel) -> AsyncIterator[None]:
-        """Have a model ready while the block runs. Raises as `acquire`."""
-        await self.acquire(model)
-        try:
-            yield
-        finally:
-            self.release(model)
 
     def release(self, model: ServedModel) -> None:
         """End a use that `acquire` began."""

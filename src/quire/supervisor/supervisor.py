@@ -93,7 +93,6 @@ class Supervisor:
         self._replies: dict[int, list[tuple[Front, int]]] = {}  # calls that are answered when an engine has ended
         self._tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
         self._selector = selectors.DefaultSelector()
-        self._listening = False
         self._num_accepted = 0
         self._num_failed_starts: Counter[int] = Counter()  # in a row, by row of the board
         self._num_replaced = 0
@@ -112,6 +111,7 @@ class Supervisor:
         """
         handlers = self._catch_signals()
         self._selector.register(self._signal_read, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._announce(f"listening url={self._url}")
         try:
             while not self._done():
@@ -128,7 +128,6 @@ class Supervisor:
 
     def _step(self) -> None:
         self._check_fronts()
-        self._listen(True)
         self._watch_channels()
         seconds = WAITING_POLL_SECONDS if len(self._waiting) else POLL_SECONDS
         for key, _ in self._selector.select(seconds):
@@ -177,14 +176,6 @@ class Supervisor:
 
     # ---- connections ----
 
-    def _listen(self, wanted: bool) -> None:
-        if wanted != self._listening:
-            self._listening = wanted
-            if wanted:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-            else:
-                self._selector.unregister(self._listener)
-
     def _accept(self) -> None:
         """Accept connections."""
         for _ in range(MAX_ACCEPTED):
@@ -195,7 +186,6 @@ class Supervisor:
             except OSError as error:
                 if error.errno in SCARCE:
                     logger.warning("no connection can be accepted: %s", error.strerror)
-                    self._listen(False)
                     time.sleep(WAITING_POLL_SECONDS)  # else it would be tried without a pause
                     return
                 continue  # the client is gone again
