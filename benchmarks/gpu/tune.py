@@ -54,6 +54,8 @@ def main() -> None:
     chip = torch.cuda.get_device_name()
     file = args.out / chip_file(chip).name
     stored = json.loads(file.read_text())["choices"] if file.is_file() else {}
+    made_with = f"torch {torch.__version__}, triton {triton.__version__}"
+    args.out.mkdir(parents=True, exist_ok=True)
     for topic in topics():
         if args.only not in topic:
             continue
@@ -64,9 +66,7 @@ def main() -> None:
             choice, fastest, slowest = best_choice(case, backend)
             stored.setdefault(case.tuning.kernel, {})[case.tuning.key] = choice
             print(f"{case.name}: {choice}, {fastest * 1e6:.1f} us (slowest {slowest * 1e6:.1f})", flush=True)
-    made_with = f"torch {torch.__version__}, triton {triton.__version__}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"chip": chip, "made_with": made_with, "choices": stored}, indent=1) + "\n")
+        file.write_text(json.dumps({"chip": chip, "made_with": made_with, "choices": stored}, indent=1) + "\n")
     print(f"stored in {file}")
 
 
