@@ -74,6 +74,14 @@ def test_a_signal_from_outside_is_no_lack_of_memory(pool: WorkerPool) -> None:
         child.do(b"hello", 5.0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_a_long_job_has_low_priority_and_the_next_one_has_not(pool: WorkerPool) -> None:
+    assert pool.run(b"niceness", 5.0) == b"0"
+    assert pool.run(b"niceness after a while", 5.0) == b"%d" % worker_process.NICENESS
+    assert pool.run(b"niceness", 5.0) == b"0"
+    assert len(pool._idle) == 1, "all by the same process"
+
+
 def test_a_job_that_is_given_no_time_by_the_machine_may_come_again(pool: WorkerPool) -> None:
     with pytest.raises(OverloadedError, match="too busy"):
         pool.run(b"sleep", 0.1)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 
 from quire.frontend.worker_process import serve
 
 RESERVED = 4 << 30  # bytes of address space, as libraries of numbers take them on a machine with many cores
+
+
+def niceness() -> bytes:
+    """Return this thread's."""
+    return b"%d" % os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def work(job: bytes) -> bytes:
@@ -27,6 +33,13 @@ def work(job: bytes) -> bytes:
                 pass
         case b"sleep":
             time.sleep(600)
+        case b"niceness":
+            return niceness()
+        case b"niceness after a while":
+            deadline = time.monotonic() + 5.0
+            while (found := niceness()) == b"0" and time.monotonic() < deadline:
+                pass
+            return found
     return job
 
 

@@ -7,6 +7,10 @@ each within limits of time and memory. A child that exceeds one is killed; it co
 The child's module calls `serve` with what it does to a job. Jobs and results are bytes, each after its length. The
 limit of time is one of processor time, so that a busy machine makes no job fail. The limit of memory is RLIMIT_AS;
 where the system does not enforce it (macOS), the limit of time alone holds.
+
+A job that takes long goes on with low priority, so that it takes little processor time from the engine, whose steps
+are as slow as its slowest thread. Niceness can't be taken back without privileges; on Linux it is one of a thread, so
+each job has a thread of its own, and the next job begins with normal priority. Elsewhere jobs keep their priority.
 """
 
 from __future__ import annotations
@@ -34,15 +38,20 @@ START_TIMEOUT = 30.0  # seconds for a process to start, on a busy machine
 QUEUE_TIMEOUT = 8.0  # seconds that a job waits for a process
 MAX_PROCESSES = 2
 WALL_FACTOR = 8.0  # how much longer than its processor time a job may take, since other processes run, too
+LONG_JOB = 0.2  # seconds after which a job goes on with low priority
+NICENESS = 10  # of a long job: a tenth of the share of a thread with normal priority
+STACK = 8 << 20  # bytes of a job's thread, as a main thread has; some systems give others much less
 MEMORY = 1 << 30  # bytes of address space for the jobs, on top of what the interpreter and its libraries take
 MAX_RESULT = 1 << 27  # bytes
 # Libraries of numbers start a thread for each core, with a stack and buffers of its own; a job needs one thread.
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "1",  # glibc reserves address space for each thread otherwise, which MEMORY counts
 }
 _LENGTH = struct.Struct("!Q")
 _SECONDS = struct.Struct("!d")
+_THREAD = struct.Struct("!Q")  # the id of the thread that does a job, sent when it begins
 _RESULT, _NO_MEMORY, _FAILED = b"r", b"m", b"f"  # what the child sends after a job
 
 
@@ -206,13 +215,15 @@ class _Child:
         try:
             self._socket.settimeout(begin)
             send(self._socket, _SECONDS.pack(timeout) + job)
-            self._receive(begin)
+            [thread] = _THREAD.unpack(self._receive(begin))
         except TimeoutError:  # stopped before it had the job
             self.kill()
             raise JobDiedError(f"more than {begin:.3g} seconds to begin") from None
         except OSError:
             raise self._died(timeout) from None
         try:
+            if not self._done_within(LONG_JOB):
+                _lower_priority(thread)
             result = self._receive(WALL_FACTOR * timeout, timeout)
         except TimeoutError:  # it would have been ended if it had run for so long
             raise OverloadedError(f"the machine is too busy for {self._what}; try again later") from None
@@ -222,6 +233,20 @@ class _Child:
         if kind == _FAILED:
             raise QuireError(f"a worker process for {self._what} failed ({data.decode()})")
         return data
+
+    def _done_within(self, seconds: float) -> bool:
+        """Whether something was sent, or the connection is closed, within so many seconds."""
+        self._socket.settimeout(seconds)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except OSError:  # for `_receive`
+            pass
+        except BaseException:  # nobody waits for the job any more
+            self.kill()
+            raise
+        return True
 
     def _receive(self, wall: float, timeout: float = 0.0) -> bytes:
         """Receive a message within `wall` seconds. Raises `TimeoutError`, `JobKilledError`; the process is killed."""
@@ -271,6 +296,13 @@ def _start(module: str, memory: int, file: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         environment={**os.environ, **ONE_THREAD},
     )
+
+
+def _lower_priority(thread: int) -> None:
+    """Lower the priority of a thread of a child. The child may be within C code that lets no other thread run."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
 
 
 def _kill_all(children: list[_Child]) -> None:
@@ -324,15 +356,22 @@ def serve(process: str, work: Callable[[bytes], bytes]) -> None:
     logs.setup(level, style, process=process)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     limit_memory(int(memory))
+    threading.stack_size(STACK)
     with socket.socket(fileno=int(file)) as connection, contextlib.suppress(OSError):  # until it is closed
         send(connection, b"")
         while True:
-            message = receive(connection)
-            send(connection, b"")  # a process that does not take its job is not the fault of the job
-            send(connection, _answer(work, message))
+            job = threading.Thread(target=_do_job, args=(connection, work, receive(connection)))
+            job.start()
+            job.join()
 
 
-def _answer(work: Callable[[bytes], bytes], message: bytes) -> bytes:
+def _do_job(connection: socket.socket, work: Callable[[bytes], bytes], message: bytes) -> None:
+    with contextlib.suppress(OSError):  # the connection is closed, which `serve` sees
+        send(connection, _THREAD.pack(threading.get_native_id()))  # not to have begun is not the fault of the job
+        send(connection, _result(work, message))
+
+
+def _result(work: Callable[[bytes], bytes], message: bytes) -> bytes:
     """Return what is sent about a job. One that takes too long ends this process, also within a call into C."""
     [timeout] = _SECONDS.unpack_from(message)
     signal.setitimer(signal.ITIMER_PROF, timeout)
