@@ -37,7 +37,8 @@ def work(job: bytes) -> bytes:
             return niceness()
         case b"niceness after a while":
             deadline = time.monotonic() + 5.0
-            while (found := niceness()) == b"0" and time.monotonic() < deadline:
+            normal = niceness()
+            while (found := niceness()) == normal and time.monotonic() < deadline:
                 pass
             return found
     return job

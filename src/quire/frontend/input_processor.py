@@ -105,6 +105,8 @@ class InputProcessor:
             token_ids = self._encode(content, None if keep is None else most, where, pooled)
             check_ids(token_ids, self.vocab_size, where, text=True)
         else:
+            if keep is None:  # millions of ids need not be looked at
+                self.limit.check_length(len(content), where, room=0 if pooled else 1)
             check_ids(content, self._vocab_size(lora), where, text=isinstance(content, TokensOfText))
             token_ids = list(content)
         if keep is not None:  # what is pooled keeps its beginning, what is continued its end

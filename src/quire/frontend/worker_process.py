@@ -39,7 +39,7 @@ QUEUE_TIMEOUT = 8.0  # seconds that a job waits for a process
 MAX_PROCESSES = 2
 WALL_FACTOR = 8.0  # how much longer than its processor time a job may take, since other processes run, too
 LONG_JOB = 0.2  # seconds after which a job goes on with low priority
-NICENESS = 10  # of a long job: a tenth of the share of a thread with normal priority
+NICENESS = 10  # of a long job, above that of the others: it gets a tenth of their share of a core
 STACK = 8 << 20  # bytes of a job's thread, as a main thread has; some systems give others much less
 MEMORY = 1 << 30  # bytes of address space for the jobs, on top of what the interpreter and its libraries take
 MAX_RESULT = 1 << 27  # bytes
@@ -302,7 +302,7 @@ def _lower_priority(thread: int) -> None:
     """Lower the priority of a thread of a child. The child may be within C code that lets no other thread run."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _kill_all(children: list[_Child]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -31,6 +31,7 @@ from quire.server.errors import HTTPProblem, release_body
 from quire.server.json_io import (
     MAX_NUMBER_CHARS,
     MAX_VALUES,
+    PIECE,
     BadNumberError,
     TooManyValuesError,
     decode,
@@ -45,6 +46,7 @@ HUGE = 10**40  # stands for integers of more digits than are read; above every b
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 MAX_QUERY_DIGITS = 9
+FLAT = frozenset({str, int, float, bool, type(None)})  # types of values that hold no others
 # Fields whose texts are checked elsewhere, where the position within them is known, or that need no check.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
 # Fields with schemas, of which depth is one measure of what they cost.
@@ -164,12 +166,20 @@ def _is_deep(value: Any, most: int) -> bool:
         level = [
             item
             for parent in level
-            for item in (parent.values() if isinstance(parent, dict) else parent)
+            for piece in ([parent.values()] if isinstance(parent, dict) else _pieces(parent))
+            if not FLAT.issuperset(map(type, piece))
+            for item in piece
             if isinstance(item, dict | list)
         ]
         if not level:
             return False
     return True
+
+
+def _pieces(items: list[Any]) -> Iterator[list[Any]]:
+    """Yield a list in pieces, so that other threads can run while each is looked at in C."""
+    for start in range(0, len(items), PIECE):
+        yield items[start : start + PIECE]
 
 
 def _too_deep() -> RequestError:

@@ -54,6 +54,7 @@ STATS_SECONDS = 10.0
 WATCH_SECONDS = 0.25
 POLL_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0
+SWITCH_INTERVAL = 0.001  # seconds for which a thread at work keeps the event loop waiting
 
 MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
 
@@ -81,6 +82,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
     queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
     supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])
     return_large_blocks()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     code, error = 1, ""
     try:
         config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"])
