@@ -3,7 +3,8 @@
 Starts a server with the demo model, finds its capacity with a fixed number of clients that ask one request after the
 other, then lets requests arrive at random (Poisson) at that rate and at four times it, whatever happens to the others.
 Prints, for each load, the goodput (answers per second that were complete and whose first token came within the limit),
-the time to be turned away, the time to the first token of those let in, and the memory of all processes.
+the time to be turned away, the time to the first token of those let in, the memory of all processes, and whether a
+front or the engine was replaced.
 
     python benchmarks/overload.py [--seconds 300] [--max-ttft 2] [SERVE_OPTION ...]
 """
@@ -23,6 +24,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 PROMPT_WORDS = (10, 60)
 MAX_TOKENS = (8, 48)
@@ -138,6 +141,16 @@ def memory(pid: int) -> float:
     return total / 1024
 
 
+def num_restarts(port: int) -> dict[str, int]:
+    """Return how many fronts and engines were replaced."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    names = ("front_restarts", "engine_restarts")
+    return {
+        name: sum(int(float(count)) for count in re.findall(rf"^quire:{name}_total\S* (\S+)", text, re.M))
+        for name in names
+    }
+
+
 def report(name: str, load: Load, limit: float) -> float:
     """Print a line about a load; return its goodput [answers/s]."""
     good = [item for item in load.answers if item.complete and item.first is not None and item.first <= limit]
@@ -190,7 +203,8 @@ async def measure(port: int, pid: int, args: argparse.Namespace) -> None:
     first = [percentile([item.first or math.nan for item in items], 0.5) for items in (idle, after)]
     print(
         f"goodput at 4x is {goodput[1] / goodput[0]:.1%} of that at 1x; memory {memory(pid):.0f} MiB, before "
-        f"{before:.0f}; TTFT alone {1000 * first[0]:.0f} ms before, {1000 * first[1]:.0f} ms right after"
+        f"{before:.0f}; TTFT alone {1000 * first[0]:.0f} ms before, {1000 * first[1]:.0f} ms right after; "
+        + ", ".join(f"{count} {name}" for name, count in num_restarts(port).items())
     )
 
 
