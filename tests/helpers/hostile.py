@@ -200,7 +200,7 @@ async def attack(target: Target, rng: random.Random, per_second: float) -> dict[
 def main() -> None:
     """Attack URL with KEY, SEED, so many times PER_SECOND."""
     url, key, seed, per_second = sys.argv[1:]
-    change_priority(5)
+    change_priority(19)  # in earnest they have machines of their own
     report(asyncio.run(attack(Target(url, key), random.Random(seed), float(per_second))))
 
 

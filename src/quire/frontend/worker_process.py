@@ -16,6 +16,7 @@ each job has a thread of its own, and the next job begins with normal priority. 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -361,8 +362,11 @@ def serve(process: str, work: Callable[[bytes], bytes]) -> None:
         send(connection, b"")
         while True:
             job = threading.Thread(target=_do_job, args=(connection, work, receive(connection)))
+            began = time.monotonic()
             job.start()
             job.join()
+            if time.monotonic() - began > LONG_JOB:
+                gc.collect()  # what it made, held by the traceback of its error, would stay until many jobs later
 
 
 def _do_job(connection: socket.socket, work: Callable[[bytes], bytes], message: bytes) -> None:

@@ -247,4 +247,7 @@ class _Decoder(json.JSONDecoder):
             rest = json.loads(f"[{text[start:end]}]")
         except ValueError:
             return None
-        return None if numbers and not rest else numbers + rest
+        if numbers and not rest:
+            return None
+        numbers += rest
+        return numbers

@@ -54,7 +54,7 @@ STATS_SECONDS = 10.0
 WATCH_SECONDS = 0.25
 POLL_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0
-SWITCH_INTERVAL = 0.001  # seconds for which a thread at work keeps the event loop waiting
+SWITCH_INTERVAL = 0.0005  # seconds for which a thread at work keeps the event loop waiting
 
 MakeLLM = Callable[[EngineConfig, Sequence[StatListener]], AsyncLLM]
 
