@@ -66,7 +66,7 @@ def main() -> None:
             choice, fastest, slowest = best_choice(case, backend)
             stored.setdefault(case.tuning.kernel, {})[case.tuning.key] = choice
             print(f"{case.name}: {choice}, {fastest * 1e6:.1f} us (slowest {slowest * 1e6:.1f})", flush=True)
-        file.write_text(json.dumps({"chip": chip, "made_with": made_with, "choices": stored}, indent=1) + "\n")
+            file.write_text(json.dumps({"chip": chip, "made_with": made_with, "choices": stored}, indent=1) + "\n")
     print(f"stored in {file}")
 
 
