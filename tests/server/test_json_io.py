@@ -89,6 +89,41 @@ def test_a_body_has_a_bounded_number_of_values(monkeypatch: pytest.MonkeyPatch, 
     assert len(few["prompt"]) in (1, 3_000)
 
 
+def num_values(value: Any) -> int:
+    """Return how many values JSON has, without those of lists of numbers."""
+    if isinstance(value, dict):
+        return 1 + sum(map(num_values, value.values()))
+    if isinstance(value, list) and not all(type(item) in (int, float) for item in value):
+        return 1 + sum(map(num_values, value))
+    return 1
+
+
+TEXTS = st.text(st.sampled_from('\\":[{}], a'), max_size=9)
+ODD = st.recursive(
+    TEXTS, lambda inner: st.lists(inner, max_size=9) | st.dictionaries(TEXTS, inner, max_size=9), max_leaves=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES | ODD, st.integers(1, 40), st.sampled_from([None, 1]))
+def test_no_more_values_are_counted_than_there_are(value: Any, piece: int, indent: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_io, "PIECE", piece)
+        patch.setattr(json_io, "MAX_VALUES", num_values(value))
+        json_io._check_num_values(json.dumps(value, indent=indent))
+
+
+@pytest.mark.parametrize("escaped", [r"\\", r"\"", r"\\\"", "\\\\" * 40])
+def test_values_are_counted_wherever_the_text_is_cut(monkeypatch: pytest.MonkeyPatch, escaped: str) -> None:
+    monkeypatch.setattr(json_io, "MAX_VALUES", 1000)
+    for piece in (100, 101, 102):
+        monkeypatch.setattr(json_io, "PIECE", piece)
+        text = "[" + ",".join([f'{{"[{escaped}{{":[]}}'] * 1000) + "]"
+        json.loads(text)
+        with pytest.raises(json_io.TooManyValuesError):
+            json_io._check_num_values(text)
+
+
 def test_too_many_keys_are_refused_before_all_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_io, "MAX_VALUES", 20_000)
     with pytest.raises(HTTPProblem, match="values"):

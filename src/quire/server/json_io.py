@@ -38,6 +38,7 @@ MAX_KNOWN = 2**17  # different integers of a list of which one object each is ke
 DELIMITERS = (b",", b"[", b"{")
 WRITTEN_AT_ONCE = 64  # items of a list
 MIN_DEPTH = 1  # up to which there are few items, but large ones, such as choices
+OPENED_AFTER_COLON = re.compile(r":\s*[\[{]")
 NUMBERS = re.compile(r"[-+0-9.eE, \t\r\n]{0,65536}")
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -137,7 +138,28 @@ def decode(text: str, *, simple: bool, parse_int: Callable[[str], int]) -> Any:
 
 def decode_in_pieces(text: str, parse_int: Callable[[str], int] = int) -> Any:
     """Return and raise what `decode` does, but let other threads run meanwhile."""
+    _check_num_values(text)
     return _Decoder(parse_int).decode(text)
+
+
+def _check_num_values(text: str) -> None:
+    """Raise `TooManyValuesError` if some kinds of values are too many, long before the decoder would.
+
+    The values of objects, and the lists and objects within lists, are counted by their delimiters outside of strings.
+    """
+    most, num_values, start, in_string = MAX_VALUES, 0, 0, False
+    while start < len(text):
+        piece = text[start : start + PIECE]
+        if (len(piece) - len(piece.rstrip("\\"))) % 2:  # an escape would be cut in two
+            piece = text[start : start + PIECE + 1]
+        start += len(piece)
+        parts = piece.replace("\\\\", "").replace('\\"', "").split('"')
+        outside = '"'.join(parts[in_string::2])
+        num_values += sum(map(outside.count, ":[{")) - len(OPENED_AFTER_COLON.findall(outside))
+        if num_values > most:
+            raise TooManyValuesError
+        most += 1  # a colon and its bracket may be cut in two, and both are counted
+        in_string ^= len(parts) % 2 == 0
 
 
 def _parse_float(text: str) -> float:
