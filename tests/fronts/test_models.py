@@ -242,7 +242,7 @@ def test_the_streams_of_both_fronts_complete_when_the_engine_is_killed(shared: S
 
 
 @pytest.mark.slow
-def test_the_streams_of_both_fronts_complete_when_the_server_is_told_to_end(tmp_path: Path) -> None:
+def test_the_streams_of_both_fronts_complete_when_the_server_gets_sigterm(tmp_path: Path) -> None:
     with serve(tmp_path / "log", *TWO_FRONTS) as server:
         wait_for_fronts(server, 2)
         with streams(server, 60) as loads:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
-from tests.helpers.aside import change_priority, report, told_to_end
+from tests.helpers.background import change_priority, report, stop_requested
 from tests.helpers.wire import HOST, JSON, STATUS, send
 
 PATIENCE = 60.0  # seconds until the server must have ended a connection
@@ -174,8 +174,8 @@ ATTACKS: list[Callable[[Target, random.Random], Awaitable[list[bytes]]]] = [
 
 
 async def attack(target: Target, rng: random.Random, per_second: float) -> dict[str, int]:
-    """Begin attacks at random times until told to end; return what they were told, counted."""
-    told: collections.Counter[str] = collections.Counter()
+    """Begin attacks at random times until a stop is requested; return the statuses of the responses, counted."""
+    counts: collections.Counter[str] = collections.Counter()
     large_bodies()
 
     async def one(kind: int, seed: int) -> None:
@@ -183,18 +183,18 @@ async def attack(target: Target, rng: random.Random, per_second: float) -> dict[
         try:
             statuses = await ATTACKS[kind](target, random.Random(seed))
         except TimeoutError:
-            told[f"{name} never ended"] += 1
+            counts[f"{name} never ended"] += 1
             return
-        told[name] += 1
+        counts[name] += 1
         for status in set(statuses):
-            told[f"{name} {status.decode()}"] += 1
+            counts[f"{name} {status.decode()}"] += 1
 
     async with asyncio.TaskGroup() as tasks:
         number = 0
-        while not await asyncio.to_thread(told_to_end, rng.expovariate(per_second)):
+        while not await asyncio.to_thread(stop_requested, rng.expovariate(per_second)):
             tasks.create_task(one(number % len(ATTACKS), rng.randrange(2**31)))
             number += 1
-    return dict(told)
+    return dict(counts)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from tests.helpers.aside import aside, change_priority, report, told_to_end
+from tests.helpers.background import change_priority, in_background, report, stop_requested
 
 INTERVAL = 0.02  # seconds between two probes
 PATIENCE = 20.0  # seconds
@@ -40,7 +40,7 @@ def probe(url: str, path: str) -> float:
 def probing(url: str, path: str = "/livez") -> Iterator[list[float]]:
     """Probe while the block runs; the list has the times [ms] afterwards: median, 99th percentile and longest."""
     times: list[float] = []
-    with aside("tests.helpers.prober", url, path) as told:
+    with in_background("tests.helpers.prober", url, path) as told:
         yield times
     found = sorted(told[0])
     times += [1000 * found[int(part * (len(found) - 1))] for part in (0.5, 0.99, 1)]
@@ -50,7 +50,7 @@ def main() -> None:
     """Probe URL PATH."""
     change_priority(-10)
     times = [probe(*sys.argv[1:3])]
-    while not told_to_end(INTERVAL):
+    while not stop_requested(INTERVAL):
         times.append(probe(*sys.argv[1:3]))
     report(times)
 

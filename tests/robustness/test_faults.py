@@ -147,7 +147,7 @@ def drain(server: Server, requests: Load) -> tuple[float, float, float]:
     return unready, last - told, time.monotonic() - last
 
 
-def test_a_server_that_is_told_to_end_finishes_its_requests(tmp_path: Path, repetitions: int | None) -> None:
+def test_a_server_that_gets_sigterm_finishes_its_requests(tmp_path: Path, repetitions: int | None) -> None:
     """G11."""
     rng = random.Random(11)
     asked = bodies(200, whole_every=4)

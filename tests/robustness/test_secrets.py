@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.aside import aside
+from tests.helpers.background import in_background
 from tests.helpers.faults import engine_pid, is_ready, seconds_until
 from tests.helpers.server import Server, serve
 
@@ -84,7 +84,7 @@ def test_no_secret_is_in_the_log(tmp_path: Path) -> None:
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
     ):
         texts = ask(http)
-        with aside("tests.helpers.hostile", server.url, KEY, "1", "20"):
+        with in_background("tests.helpers.hostile", server.url, KEY, "1", "20"):
             kill_engine(server)
             texts += ask(http)
     log = (tmp_path / "log").read_text()

@@ -29,7 +29,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.aside import aside
+from tests.helpers.background import in_background
 from tests.helpers.faults import show
 from tests.helpers.prober import probing
 from tests.helpers.server import Server, serve
@@ -89,17 +89,17 @@ def request(rng: random.Random) -> tuple[str, dict[str, Any], int]:
     return rng.choice(kinds)
 
 
-async def client(url: str, seed: int, until: float, told: collections.Counter[str]) -> None:
+async def client(url: str, seed: int, until: float, counts: collections.Counter[str]) -> None:
     rng = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, verify=False) as http:
         while time.monotonic() < until:
             path, body, expected = request(rng)
             dropped = rng.random() < 0.15
             async with http.stream("POST", path, json=body) as answer:
-                told[f"{path} {answer.status_code}"] += 1
+                counts[f"{path} {answer.status_code}"] += 1
                 assert answer.status_code == expected, (path, body, await answer.aread())
                 if dropped:
-                    told["dropped"] += 1
+                    counts["dropped"] += 1
                     continue
                 text = await answer.aread()
             if expected == 200 and body.get("stream"):
@@ -112,11 +112,11 @@ async def watch(server: Server, samples: list[Sample], began: float) -> None:
         await asyncio.sleep(max(MINUTES * 60 / 120, 0.5))
 
 
-async def load(server: Server, told: collections.Counter[str], samples: list[Sample]) -> None:
+async def load(server: Server, counts: collections.Counter[str], samples: list[Sample]) -> None:
     began = time.monotonic()
     until = began + MINUTES * 60
     watching = asyncio.create_task(watch(server, samples, began))
-    await asyncio.gather(*[client(server.url, seed, until, told) for seed in range(CLIENTS)])
+    await asyncio.gather(*[client(server.url, seed, until, counts) for seed in range(CLIENTS)])
     watching.cancel()
 
 
@@ -133,19 +133,19 @@ def growth(samples: list[Sample], column: int) -> float:
 @pytest.mark.soak
 @pytest.mark.timeout(MINUTES * 60 + 300)
 def test_nothing_grows(tmp_path: Path) -> None:
-    told: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     samples: list[Sample] = []
     options = ("--num-gpu-blocks-override", "512", "--max-num-seqs", "32", "--log-format", "json")
     with serve(tmp_path / "log", *options) as server:
         before = {process.pid for process in processes(server)}
-        asyncio.run(load(server, told, samples))
+        asyncio.run(load(server, counts, samples))
         deadline = time.monotonic() + 20
         while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):
             assert time.monotonic() < deadline, "something still runs"
             time.sleep(0.1)
         assert before <= {process.pid for process in processes(server)}, "a process was replaced"
-    print(f"\n{MINUTES:g} minutes, {sum(told.values()) - told['dropped']} requests, {told['dropped']} dropped")
-    print("\n".join(f"  {count:8d} {name}" for name, count in sorted(told.items())))
+    print(f"\n{MINUTES:g} minutes, {sum(counts.values()) - counts['dropped']} requests, {counts['dropped']} dropped")
+    print("\n".join(f"  {count:8d} {name}" for name, count in sorted(counts.items())))
     assert "Traceback" not in (tmp_path / "log").read_text()
     check_growth(samples)
 
@@ -248,7 +248,7 @@ def test_hostile_clients_cost_others_little(tmp_path: Path) -> None:
     options += ["--api-key", KEY, "--trust-request-chat-template"]
     latencies = {False: Latencies(), True: Latencies()}
     probes: dict[bool, list[list[float]]] = {False: [], True: []}
-    told: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     samples: list[Sample] = []
     num_texts = 0
     with serve(tmp_path / "log", *options) as server:
@@ -261,13 +261,13 @@ def test_hostile_clients_cost_others_little(tmp_path: Path) -> None:
                     found = stack.enter_context(probing(server.url))
                     if hostile:
                         attack = ("tests.helpers.hostile", server.url, KEY, str(part), str(PER_SECOND / 9))
-                        attacked = stack.enter_context(aside(*attack))
+                        attacked = stack.enter_context(in_background(*attack))
                     salt = f"{part} {hostile}"
                     texts[hostile] = asyncio.run(
                         ask_at_random_times(server, part, salt, latencies[hostile], samples, began)
                     )
                 probes[hostile].append(found)
-            told.update(attacked[0])
+            counts.update(attacked[0])
             assert texts[True] == texts[False]
             num_texts += len([text for text in texts[True].values() if text is not None])
         deadline = time.monotonic() + 20
@@ -275,8 +275,8 @@ def test_hostile_clients_cost_others_little(tmp_path: Path) -> None:
         while httpx.get(server.url + "/load", headers=headers, trust_env=False).json()["server_load"]:
             assert time.monotonic() < deadline, "something still runs"
             time.sleep(0.1)
-    print(f"\n{MINUTES:g} minutes each; {num_texts} texts alike; what the hostile ones were told:")
-    print("\n".join(f"  {count:8d} {name}" for name, count in sorted(told.items())))
+    print(f"\n{MINUTES:g} minutes each; {num_texts} texts alike; responses to the hostile ones:")
+    print("\n".join(f"  {count:8d} {name}" for name, count in sorted(counts.items())))
     rows: list[tuple[Any, ...]] = [("99th percentile [ms]", "requests", "without", "with", "ratio")]
     for name in ("first", "between", "whole"):
         values = [sorted(getattr(latencies[hostile], name)) for hostile in (False, True)]
@@ -289,6 +289,6 @@ def test_hostile_clients_cost_others_little(tmp_path: Path) -> None:
     )
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log and KEY not in log
-    assert not [name for name in told if name.endswith(("never ended", " 500"))]
+    assert not [name for name in counts if name.endswith(("never ended", " 500"))]
     check_growth(samples)
     assert max(row[-1] for row in rows[1:]) < MAX_RATIO

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.supervised import SupervisorClient
+from quire.server.supervisor_client import SupervisorClient
 from quire.supervisor.board import create_board
 from quire.supervisor.channel import Channel, ConnectionQueue
 from tests.helpers.live_server import LiveServer, MakeServer

@@ -35,25 +35,25 @@ def main() -> int:
     """Entry point of the front, and of its child."""
     if sys.argv[1:] == ["child"]:
         time.sleep(600)
-    started = json.loads(sys.stdin.buffer.read())
+    front_args = json.loads(sys.stdin.buffer.read())
     mode = next_mode()
     if mode == "die":
         return 3
     if mode == "refuse":
-        channel = Channel(socket.socket(fileno=started["channel"]))
-        channel.send({"type": "end", "code": 2, "error": "there is no certificate"})
+        channel = Channel(socket.socket(fileno=front_args["channel"]))
+        channel.send({"type": "exit", "code": 2, "error": "there is no certificate"})
         return 2
     if mode == "parent":
         start_module_here("tests.supervisor.fake_front", "child", stdin=subprocess.DEVNULL)
-    channel = Channel(socket.socket(fileno=started["channel"]))
-    queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
-    board = Board(started["board"], started["num_rows"])
-    board.beat(started["row"])
+    channel = Channel(socket.socket(fileno=front_args["channel"]))
+    queue = ConnectionQueue(socket.socket(fileno=front_args["queue"]))
+    board = Board(front_args["board"], front_args["num_rows"])
+    board.beat(front_args["row"])
     if mode != "deaf":
         channel.send({"type": "serving"})
         channel.send({"type": "ready", "model": "fake"})
     while True:
-        board.beat(started["row"])
+        board.beat(front_args["row"])
         select.select([channel, queue], [], [], 0.05)
         taken = queue.take()
         if taken is not None:
@@ -65,7 +65,7 @@ def main() -> int:
             channel.send({"type": "closed", "numbers": [message["number"]]})
         for message, _ in channel.receive():
             if message["type"] == "drain" and mode != "stubborn":
-                channel.send({"type": "end", "code": 0, "error": ""})
+                channel.send({"type": "exit", "code": 0, "error": ""})
                 return 0
 
 

@@ -50,7 +50,7 @@ def test_messages_arrive_in_order_with_their_files(messages: list[tuple[bytes, i
     ]
     assert received == expected
     sender.close()
-    assert receiver.receive() == [] and receiver.ended
+    assert receiver.receive() == [] and receiver.closed
     receiver.close()
     assert open_files() == before
 
@@ -72,7 +72,7 @@ def test_what_is_no_message_ends_the_channel() -> None:
         with ours:
             channel = Channel(theirs)
             ours.sendall(data)
-            assert channel.receive() == [] and channel.ended
+            assert channel.receive() == [] and channel.closed
             channel.send({})  # does nothing
             channel.close()
 

@@ -55,7 +55,7 @@ def test_a_front_gives_back_by_name_what_it_has_asked_for_and_nothing_of_others(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         supervisor = Supervisor(ServerConfig(), {}, listener)
         ends = [socket.socketpair() for _ in range(2)]
-        fronts = [SimpleNamespace(row=row, channel=Channel(ends[row][0]), ended=False) for row in range(2)]
+        fronts = [SimpleNamespace(row=row, channel=Channel(ends[row][0]), exiting=False) for row in range(2)]
         for front in fronts:
             front.process = SimpleNamespace(poll=lambda: None)
         asked = {"type": "engine", "call": 1, "name": "m", "options": {}, "replaced": None}

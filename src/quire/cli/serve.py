@@ -45,11 +45,11 @@ def run(values: dict[str, Any]) -> int:
             room = ROOM_FACTOR * config.server.max_stored_response_bytes
             config = config.replace(data_dir=str(stack.enter_context(temporary_data_dir(room))))
         listener = stack.enter_context(listening(config.server))
-        started = {
+        front_args = {
             "options": config.to_kwargs(),
             "entries": None if entries is None else [entry.to_kwargs() for entry in entries],
         }
-        supervisor = Supervisor(config.server, started, listener)
+        supervisor = Supervisor(config.server, front_args, listener)
         if entries is None and config.server.engine == "process" and config.server.api_key_file is None:
             # It loads its model while the front still imports what a server needs.
             supervisor.engines.find(served_names(config)[0], engine_options(config))

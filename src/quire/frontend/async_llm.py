@@ -50,7 +50,7 @@ from quire.frontend.pooling import (
     with_prompt,
 )
 from quire.frontend.prompts import Params, Prompt, RequestInput, split_prompt, text_size
-from quire.frontend.recovery import SupervisedClient
+from quire.frontend.recovery import RecoveringClient
 from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.stats import NO_LOAD, QueueLoad, StatListener, TTFTEstimator
 from quire.frontend.waiting import WaitingThreads
@@ -121,7 +121,7 @@ class AsyncLLM:
         server = self.config.server
         if client is None and server.engine == "process":
             make_client = partial(create_client, self.config, "process")
-        self._client = SupervisedClient(
+        self._client = RecoveringClient(
             client or create_client(self.config, server.engine),
             make_client if server.max_engine_restarts else None,
             outputs=lambda: self._started().outputs,

@@ -1,4 +1,4 @@
-"""`SupervisedClient`: an engine client that replaces an engine that died or hangs.
+"""`RecoveringClient`: an engine client that replaces an engine that died or hangs.
 
 It has the interface of `EngineClient`. When the engine dies, a new engine is started and sent all unfinished requests
 with the tokens that they have (`replay.py`), so that a stream pauses and then continues. `quarantine.py` finds the
@@ -46,7 +46,7 @@ RETRY_SECONDS = 0.2  # before another engine is started after one that did not s
 MAX_LOGGED = 8
 
 
-class SupervisedClient:
+class RecoveringClient:
     """Sends messages to the current engine and receives its messages. `EngineClient` describes methods of both.
 
     Args:

@@ -13,38 +13,39 @@ from starlette.responses import Response
 
 from quire.server.context import ServerContext, context_of
 from quire.server.json_io import json_response
+from quire.supervisor.probes import DRAINING, LOADING, REASONS, RESTARTING, STALLED
 
 router = APIRouter()
 
-REASONS = {
-    "loading": "the model is being loaded",
-    "draining": "the server is shutting down",
-    "restarting": "the engine died and is being replaced; requests wait",
-    "stalled": "the engine does not react",
-    "dead": "the engine died and is not replaced",
+DEAD = "dead"
+ENGINE_REASONS = {
+    **REASONS,
+    RESTARTING: "the engine died and is being replaced; requests wait",
+    STALLED: "the engine does not react",
+    DEAD: "the engine died and is not replaced",
 }
 
 
 def readiness(context: ServerContext) -> str:
-    """Return "ok", or the first key of `REASONS` that applies to the server or one of its models."""
+    """Return "ok", or the first key of `ENGINE_REASONS` that applies to the server or one of its models."""
     if context.draining:
-        return "draining"
+        return DRAINING
     if context.models.fatal:
-        return "dead"
+        return DEAD
     if context.models.starting:
-        return "loading"
+        return LOADING
     llms = [model.llm for model in context.models.models]
     if any(llm.recovering for llm in llms):
-        return "restarting"
-    return "stalled" if any(llm.stalled for llm in llms) else "ok"
+        return RESTARTING
+    return STALLED if any(llm.stalled for llm in llms) else "ok"
 
 
 def liveness(context: ServerContext) -> str:
     """Return "ok"; or "dead" or "stalled" if only a restart of the server can help."""
     if context.models.fatal:
-        return "dead"
+        return DEAD
     stuck = any(model.llm.stalled and not model.llm.replaceable for model in context.models.models)
-    return "stalled" if stuck else "ok"
+    return STALLED if stuck else "ok"
 
 
 @router.head("/livez", include_in_schema=False)
@@ -100,5 +101,5 @@ def answer_fronts(context: ServerContext) -> None:
 def _answer(status: str, *, explain: bool = False) -> Response:
     if status == "ok":
         return json_response({"status": "ok"})
-    body = {"status": status, "reason": REASONS[status]} if explain else {"status": status}
+    body = {"status": status, "reason": ENGINE_REASONS[status]} if explain else {"status": status}
     return json_response(body, 503)

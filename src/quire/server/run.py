@@ -42,7 +42,7 @@ from quire.server.model_entry import ModelEntry
 from quire.server.model_pool import ModelPool
 from quire.server.served_model import ServedModel
 from quire.server.shared_models import adapters_key
-from quire.server.supervised import SupervisedEngines, SupervisorClient
+from quire.server.supervisor_client import AsyncLLMFactory, SupervisorClient
 from quire.server_config import ServerConfig
 from quire.supervisor.board import Board
 from quire.supervisor.channel import Channel, ConnectionQueue
@@ -70,26 +70,26 @@ def main(make_llm: MakeLLM | None = None) -> int:
     Args:
         make_llm: makes engines, in the place of those of the options (for tests).
     """
-    started = json.loads(sys.stdin.buffer.read())
-    logs.setup(**started["log"], in_thread=True)
+    front_args = json.loads(sys.stdin.buffer.read())
+    logs.setup(**front_args["log"], in_thread=True)
     for name in ("channel", "queue", "stacks"):
-        os.set_inheritable(started[name], False)
-    faulthandler.enable(started["stacks"])
-    faulthandler.register(DUMP_SIGNAL, started["stacks"])
-    board = Board(started["board"], started["num_rows"], started["num_queues"])
-    os.close(started["board"])
-    channel = Channel(socket.socket(fileno=started["channel"]))
-    queue = ConnectionQueue(socket.socket(fileno=started["queue"]))
-    supervisor = SupervisorClient(channel, queue, board, started["row"], started["published"])
+        os.set_inheritable(front_args[name], False)
+    faulthandler.enable(front_args["stacks"])
+    faulthandler.register(DUMP_SIGNAL, front_args["stacks"])
+    board = Board(front_args["board"], front_args["num_rows"], front_args["num_queues"])
+    os.close(front_args["board"])
+    channel = Channel(socket.socket(fileno=front_args["channel"]))
+    queue = ConnectionQueue(socket.socket(fileno=front_args["queue"]))
+    supervisor = SupervisorClient(channel, queue, board, front_args["row"], front_args["published"])
     return_large_blocks()
     sys.setswitchinterval(SWITCH_INTERVAL)
     code, error = 1, ""
     try:
-        config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **started["options"])
+        config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **front_args["options"])
         if make_llm is None:
-            make_llm = SupervisedEngines(supervisor) if config.server.engine == "process" else make_async_llm
-        entries = _entries(started["entries"], supervisor) or [ModelEntry(config=config)]
-        front = _Front(config, make_llm, entries, supervisor, started["url"], resumed=started["resumed"])
+            make_llm = AsyncLLMFactory(supervisor) if config.server.engine == "process" else make_async_llm
+        entries = _entries(front_args["entries"], supervisor) or [ModelEntry(config=config)]
+        front = _Front(config, make_llm, entries, supervisor, front_args["url"], resumed=front_args["resumed"])
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = runner.run(front.run())
     except QuireError as problem:
@@ -97,7 +97,7 @@ def main(make_llm: MakeLLM | None = None) -> int:
     except Exception as problem:  # the boundary of the process: a bug, reported as one
         logger.exception("the front failed")
         error = f"unexpected {type(problem).__name__}: {problem}"
-    supervisor.end(code, error)
+    supervisor.exit(code, error)
     gc.freeze()  # else Python looks through all objects once more before it ends, which takes longer than all the rest
     return code
 

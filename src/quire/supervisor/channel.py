@@ -34,7 +34,7 @@ class Channel:
     """One end of a connection that carries messages both ways, in order.
 
     Attributes:
-        ended: the other end was closed, or sent what is no message; nothing is sent or received any more.
+        closed: the other end was closed, or sent what is no message; nothing is sent or received any more.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,7 +43,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()  # the descriptors are copies
         self._received = bytearray()
         self._fds: deque[int] = deque()
-        self.ended = False
+        self.closed = False
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
@@ -56,7 +56,7 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message, or what there is room for; `flush` sends the rest. The caller keeps its descriptors."""
-        if self.ended:
+        if self.closed:
             return
         payload = json.dumps({**message, "fds": len(fds)} if fds else message).encode()
         self._unsent.append((memoryview(HEADER.pack(len(payload)) + payload), [os.dup(fd) for fd in fds]))
@@ -64,7 +64,7 @@ class Channel:
 
     def flush(self) -> None:
         """Send what is unsent, as far as there is room."""
-        while self._unsent and not self.ended:
+        while self._unsent and not self.closed:
             data, fds = self._unsent[0]
             try:
                 sent = socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
@@ -85,7 +85,7 @@ class Channel:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Return the messages that have arrived, with their descriptors, which are the caller's to close."""
         messages: list[tuple[Message, list[int]]] = []
-        while not self.ended:
+        while not self.closed:
             try:
                 data, fds = receive_fds(self._socket, READ_BYTES, MAX_FDS)
             except (BlockingIOError, InterruptedError):
@@ -124,7 +124,7 @@ class Channel:
         self._socket.close()
 
     def _end(self) -> None:
-        self.ended = True
+        self.closed = True
         for _, fds in self._unsent:
             for fd in fds:
                 os.close(fd)

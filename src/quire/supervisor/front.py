@@ -32,18 +32,19 @@ class Front:
     """One process, which is started at once.
 
     Args:
-        module: the process runs its `main`. started: what that reads from standard input, beside the descriptors.
+        module: the process runs its `main`. front_args: what that reads from standard input, beside the descriptors.
         row: of the board. quotas: what it holds of the quotas of keys.
 
     Attributes:
         channel: messages to and from it. connections: those that it has taken, by their numbers. serving: it takes
-            connections. ready: its models are loaded. ended: it has said that it ends. killed: it was killed from here.
+            connections. ready: its models are loaded. exiting: it has said that it exits. killed: it was killed from
+            here.
     """
 
     def __init__(
         self,
         module: str,
-        started: dict[str, Any],
+        front_args: dict[str, Any],
         row: int,
         board: Board,
         board_fd: int,
@@ -58,7 +59,7 @@ class Front:
         self._last_beat = 0.0
         self._waited: float | None = None  # for a processor, when its silence was first looked into [s]
         self.connections: dict[int, Admission] = {}
-        self.serving = self.ready = self.ended = self.killed = False
+        self.serving = self.ready = self.exiting = self.killed = False
         board.clear(row)
         about = {"row": row, "num_rows": board.num_rows, "num_queues": board.num_queues, "log": logs.settings()}
         with contextlib.ExitStack() as shared:
@@ -73,7 +74,7 @@ class Front:
                     "board": board_fd,
                     "stacks": self._stacks,
                 }
-                with options_file("quire-front", {**started, **inherited, **about}) as options:
+                with options_file("quire-front", {**front_args, **inherited, **about}) as options:
                     self.process = start_module_here(
                         module,
                         stdin=options,
@@ -93,9 +94,9 @@ class Front:
         """Whether it serves, and has a heartbeat."""
         return (
             self.serving
-            and not self.ended
+            and not self.exiting
             and not self.killed
-            and not self.channel.ended
+            and not self.channel.closed
             and self.silent_for() < SILENT_SECONDS
         )
 

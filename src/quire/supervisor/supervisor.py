@@ -62,22 +62,22 @@ class Supervisor:
     """The parent process of a server.
 
     Args:
-        server: options. started: what fronts are given of the command line, JSON-like.
+        server: options. front_args: what fronts are given of the command line, JSON-like.
         listener: the listening socket, which is the caller's to close.
         module: fronts run its `main`; tests pass another one.
     """
 
     def __init__(
-        self, server: ServerConfig, started: dict[str, Any], listener: socket.socket, module: str = FRONT_MODULE
+        self, server: ServerConfig, front_args: dict[str, Any], listener: socket.socket, module: str = FRONT_MODULE
     ) -> None:
         self._server = server
-        self._started = started
+        self._front_args = front_args
         self._module = module
         self._listener = listener
         self._url = url_of(listener, tls=server.ssl_certfile is not None)
         listener.setblocking(False)
         self._counter = counter_of(server)
-        self._board_fd, self._board = create_board(server.api_server_count, len(started.get("entries") or [None]))
+        self._board_fd, self._board = create_board(server.api_server_count, len(front_args.get("entries") or [None]))
         self._queue = ConnectionQueue(*socket.socketpair(socket.AF_UNIX, QUEUE_KIND))
         self._queued: dict[int, Accepted] = {}  # those in the queue, or just taken from it
         self._doubtful: dict[int, float] = {}  # those that may have ended with a front, and since when
@@ -99,7 +99,7 @@ class Supervisor:
         self._was_ready = False
         self._num_signals = 0
         self._kill_at: float | None = None
-        self._end: tuple[int, str] | None = None  # exit code and error, once a front has ended the server
+        self._exit: tuple[int, str] | None = None  # exit code and error, once a front has ended the server
         self._watchdog = systemd.watchdog_seconds()
         self._watchdog_at = 0.0
         self._signal_read, self._signal_write = os.pipe()
@@ -120,8 +120,8 @@ class Supervisor:
             self._close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if self._end is not None and self._end[0]:
-            raise FrontEndedError(self._end[1], self._end[0])
+        if self._exit is not None and self._exit[0]:
+            raise FrontEndedError(self._exit[1], self._exit[0])
         return 0
 
     # ---- the loop ----
@@ -149,7 +149,7 @@ class Supervisor:
 
     @property
     def _stopping(self) -> bool:
-        return self._num_signals > 0 or self._end is not None
+        return self._num_signals > 0 or self._exit is not None
 
     @property
     def _reacting(self) -> bool:
@@ -288,14 +288,14 @@ class Supervisor:
         return STOPPING_SECONDS if impatient else self._server.front_stall_timeout
 
     def _start_front(self, row: int) -> None:
-        started = {
-            **self._started,
+        front_args = {
+            **self._front_args,
             "url": self._url,
             "published": self._published,
             "resumed": self._was_ready,
         }
         try:
-            front = Front(self._module, started, row, self._board, self._board_fd, self._queue, self._quotas.share())
+            front = Front(self._module, front_args, row, self._board, self._board_fd, self._queue, self._quotas.share())
         except OSError as error:
             logger.error("no front can be started: %s", error)
             if error.errno not in SCARCE:
@@ -315,11 +315,11 @@ class Supervisor:
             self._num_failed_starts[row] - 1, MAX_RETRIES_APART
         )
         if all(self._num_failed_starts[row] >= MAX_FAILED_STARTS for row in self._start_at):
-            self._end_server(code, f"the process that serves HTTP dies at every start: {reason}")
+            self._shut_down(code, f"the process that serves HTTP dies at every start: {reason}")
 
-    def _end_server(self, code: int, error: str) -> None:
+    def _shut_down(self, code: int, error: str) -> None:
         """End because of a front: the others stop as after a signal."""
-        self._end = self._end or (code, error)
+        self._exit = self._exit or (code, error)
         self._drain()
 
     def _reap(self) -> None:
@@ -356,7 +356,7 @@ class Supervisor:
         for number, calls in self._replies.items():
             self._replies[number] = [(caller, call) for caller, call in calls if caller is not front]
         code = front.process.returncode
-        if not front.ended and not self._stopping:
+        if not front.exiting and not self._stopping:
             how = how_ended(code)
             connections = len(front.connections)
             logger.error("front %d has ended (%s), with %d connections; it is replaced", front.pid, how, connections)
@@ -387,7 +387,7 @@ class Supervisor:
                 logger.exception("a message of front %d cannot be handled; it is killed", front.pid)
             for fd in fds:
                 os.close(fd)
-        if front.channel.ended and front.process.poll() is None and not front.ended:
+        if front.channel.closed and front.process.poll() is None and not front.exiting:
             front.kill()
 
     def _on_serving(self, front: Front, message: Message) -> None:
@@ -444,7 +444,7 @@ class Supervisor:
 
     def _tell_fronts(self) -> None:
         """Tell all fronts which of them serve, after a change; the first one, which decides, is so until it ends."""
-        serving = [front for front in self._fronts.values() if front.serving and not front.ended]
+        serving = [front for front in self._fronts.values() if front.serving and not front.exiting]
         kept = [front for front in self._serving if front in serving]
         self._serving = kept + [front for front in serving if front not in kept]
         rows = [front.row for front in self._serving]
@@ -482,15 +482,15 @@ class Supervisor:
         for front, call in self._replies.pop(engine.number, ()):
             front.channel.send({"type": "result", "call": call})
 
-    def _on_end(self, front: Front, message: Message) -> None:
+    def _on_exit(self, front: Front, message: Message) -> None:
         """End the server, unless a front that follows another one cannot start: what it misses may come back."""
-        front.ended = True
+        front.exiting = True
         code, error = message["code"], message["error"]
         if code and self._was_ready and not front.ready and not self._stopping:
             logger.error("front %d cannot start: %s", front.pid, error)
             self._note_failed_start(front.row, error, code)
         elif code or not self._stopping:
-            self._end_server(code, error)
+            self._shut_down(code, error)
 
     _HANDLERS: dict[str, Callable[[Supervisor, Front, Message], None]] = {
         "serving": _on_serving,
@@ -503,7 +503,7 @@ class Supervisor:
         "engine": _on_engine,
         "signal": _on_signal_engine,
         "release": _on_release,
-        "end": _on_end,
+        "exit": _on_exit,
     }
 
     # ---- signals, systemd, the end ----

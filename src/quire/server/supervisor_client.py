@@ -58,7 +58,7 @@ class SupervisorClient(Fronts):
         self._board = board
         super().__init__(row)
         self.rows = []
-        self.quotas = SupervisedQuotas(self)
+        self.quotas = SupervisorQuotas(self)
         self._answering: set[asyncio.Task[None]] = set()
         self.published = published
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,10 +118,10 @@ class SupervisorClient(Fronts):
             self._loop.remove_reader(self._queue)
         self._send({"type": "stopping"})
 
-    def end(self, code: int, error: str = "") -> None:
-        """Say that this process ends on purpose; unless the server is being stopped, it is to end with this code."""
-        self._send({"type": "end", "code": code, "error": error})
-        while self._channel.unsent and not self._channel.ended:
+    def exit(self, code: int, error: str = "") -> None:
+        """Say that this process exits on purpose; unless the server is being stopped, it is to exit with this code."""
+        self._send({"type": "exit", "code": code, "error": error})
+        while self._channel.unsent and not self._channel.closed:
             self._channel.flush()
 
     def close_connection(self, number: int | None) -> None:
@@ -280,7 +280,7 @@ class SupervisorClient(Fronts):
     def _on_readable(self) -> None:
         for message, fds in self._channel.receive():
             self._handle(message, fds)
-        if self._channel.ended:
+        if self._channel.closed:
             os._exit(1)  # the supervisor is gone
 
     def _handle(self, message: Message, fds: Sequence[int]) -> None:
@@ -327,7 +327,7 @@ class SupervisorClient(Fronts):
             note()
 
 
-class SupervisedQuotas(QuotaOwner):
+class SupervisorQuotas(QuotaOwner):
     """The supervisor's quotas, which are those of all fronts."""
 
     def __init__(self, supervisor: SupervisorClient) -> None:
@@ -351,7 +351,7 @@ class SupervisedQuotas(QuotaOwner):
         self._supervisor.tell_quotas(method, arguments)
 
 
-class SupervisedEngines:
+class AsyncLLMFactory:
     """Makes an `AsyncLLM` of a model whose engines are the supervisor's."""
 
     def __init__(self, supervisor: SupervisorClient) -> None:

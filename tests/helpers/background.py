@@ -1,4 +1,4 @@
-"""Programs that run beside a test in processes of their own until it tells them to end, and report what they saw."""
+"""Programs that run in the background of a test until it stops them, in processes of their own, and then report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def aside(module: str, *arguments: str) -> Iterator[list[Any]]:
+def in_background(module: str, *arguments: str) -> Iterator[list[Any]]:
     """Run a module's `main` beside the block. Afterwards the list has one item: what it reported."""
     found: list[Any] = []
     command = [sys.executable, "-m", module, *arguments]
@@ -24,18 +24,18 @@ def aside(module: str, *arguments: str) -> Iterator[list[Any]]:
         try:
             yield found
         finally:
-            told, _ = process.communicate()
+            reported, _ = process.communicate()
         assert process.returncode == 0, f"{module} failed"
-        found.append(json.loads(told))
+        found.append(json.loads(reported))
 
 
-def told_to_end(seconds: float) -> bool:
-    """Wait for so long in a program that runs aside, or until it is to end."""
+def stop_requested(seconds: float) -> bool:
+    """Wait for so long in such a program, or until it is to stop; return whether it is."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def report(value: Any) -> None:
-    """Report from such a program, once."""
+    """Report from such a program, once, at its end."""
     json.dump(value, sys.stdout)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.engine.launch import LaunchedEngine
-from quire.server.supervised import SupervisorClient
+from quire.server.supervisor_client import SupervisorClient
 from quire.supervisor.board import create_board
 from quire.supervisor.channel import QUEUE_KIND, Channel, ConnectionQueue, Message
 from tests.helpers.live_server import server_config
