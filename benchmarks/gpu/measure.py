@@ -42,11 +42,12 @@ def wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def seconds(run: Run, *, recorded: bool = True) -> float:
+def seconds(run: Run, *, recorded: bool = True, rounds: int = ROUNDS) -> float:
     """Return the median device time of one launch [seconds].
 
     Launches are recorded as a CUDA graph where that is possible, so that the host's share is left out, as it is when
-    the engine replays a step; `recorded`: whether to try. Without a GPU it is the time of one call.
+    the engine replays a step; `recorded`: whether to try. `rounds`: of which the median is taken. Without a GPU it is
+    the time of one call.
     """
     if not on_gpu():
         return max(wall_seconds(lambda: run(0)), 1e-6)
@@ -57,7 +58,7 @@ def seconds(run: Run, *, recorded: bool = True) -> float:
     launches = max(4, min(MAX_LAUNCHES, int(ROUND_SECONDS / once)))
     replay = _recorded(run, launches) if recorded else partial(_launch, run, launches)
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         replay()
