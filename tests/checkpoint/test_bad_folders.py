@@ -79,6 +79,7 @@ def test_missing_config(folder: Path) -> None:
         ("[" * 200_000, "file is nested too deeply"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "file holds a number of too many digits"),
         ('{"a": 1, "a": 2}', "file names 'a' twice"),
+        ('{"a": {"__float__": "inf"}}', "file: __float__ is 'inf' (expected Infinity, -Infinity or NaN)"),
         ('{"' + "k" * 999 + '": 1, "' + "k" * 999 + '": 2}', "file names '" + "k" * 199 + "... twice"),
         ("{" + "".join(f'"{key}": 1, ' for key in range(200_000)) + '"7": 1}', "file names '7' twice"),
         ('{"a": [' + "1," * 2**18 + "1]}", "file holds too many values (expected at most 262144)"),

@@ -38,12 +38,19 @@ def test_a_folder_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "", "../x", "a b", "x\nERROR fake log line"])
 def test_neither_a_folder_nor_an_id(name: str) -> None:
-    assert "no such folder (expected a model folder, a Hugging Face id like owner/name, or quire-demo)" in refusal(name)
+    expected = "(expected a model folder, a GGUF file, a Hugging Face id like owner/name, or quire-demo)"
+    assert f"no such folder {expected}" in refusal(name)
+    assert f"no such file {expected}" in refusal("./absent.gguf")
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
     assert "is a file (expected a model folder" in refusal(str(tmp_path / "model.onnx"))
+
+
+def test_a_gguf_file_needs_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"GGUF\x03")
+    assert "give it a name that ends in .gguf" in refusal(str(tmp_path / "model.bin"))
 
 
 def test_a_name_too_long_for_the_system() -> None:

@@ -26,8 +26,9 @@ def test_each_line_is_a_turn_that_knows_the_ones_before(quire, fake_llm, type_in
     assert fake_llm.closed and fake_llm.closed_streams == 2
 
 
-def test_reset_forgets_and_exit_leaves(quire, fake_llm, type_in):
-    type_in("one", "/reset", "two", "/exit", "three")
+@pytest.mark.parametrize("leave", ["/exit", "/bye"])
+def test_commands_are_obeyed_through_a_pipe_and_do_not_reach_the_model(quire, fake_llm, type_in, leave):
+    type_in("one", "/reset", "/help", "two", leave, "three")
     quire("chat")
     assert [prompt for prompt, _ in fake_llm.requests] == ["user:one", "user:two"]
 
@@ -156,6 +157,12 @@ def test_a_server_is_talked_to_with_its_first_model_and_the_key(quire, fake_serv
         "seed": 3,
     }
     assert second[2]["messages"][1] == {"role": "assistant", "content": "Good day"}
+
+
+def test_the_address_of_a_server_will_do(quire, fake_server, type_in):
+    type_in("hello")
+    assert quire("chat", "--url", fake_server.url.removesuffix("v1")).out == "Good day\n"
+    assert [path for path, _, _ in fake_server.asked] == ["/v1/models", "/v1/chat/completions"]
 
 
 def test_a_refusal_of_the_server_ends_the_command(quire, fake_server, type_in):

@@ -239,3 +239,16 @@ def test_the_folder_may_begin_with_the_home_folder(
         (".cache", "quire", "kv"),
         ("mine",),
     ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("attention_backend", "torch"), ("max_cudagraph_capture_size", 8)])
+def test_what_only_a_gpu_has_is_refused_elsewhere(folder: Path, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: .* is not allowed; device 'cpu' has no") as caught:
+        started(folder, None, **{name: value})
+    assert caught.value.param == name
+
+
+def test_no_graphs_are_left_out_on_a_cpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        started(folder, None, enforce_eager=True)
+    assert "enforce_eager changes nothing: device cpu has no CUDA graphs" in caplog.text

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from quire.errors import ModelError, echo, kind_of
 
+SPELLED_FLOAT = "__float__"  # {"__float__": "Infinity"}: how transformers writes what JSON has no number for
 MAX_JSON_BYTES = 64 * 1024 * 1024
 # Values of one file: as objects, four million of them would take a gigabyte.
 MAX_VALUES = 2**18
@@ -95,11 +96,18 @@ def parse_json_object(data: bytes, path: Path, part: str, most: int = MAX_VALUES
 
 
 def _parse(data: bytes, path: Path, part: str, kind: type[Any], most: int) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any] | float:
         found = dict(pairs)
         if len(found) < len(pairs):
             double = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise ModelError(f"{path}: {part} names {echo(double)} twice (expected each name once)")
+        if len(found) == 1 and SPELLED_FLOAT in found:
+            name = found[SPELLED_FLOAT]
+            if name not in ("Infinity", "-Infinity", "NaN"):
+                raise ModelError(
+                    f"{path}: {part}: {SPELLED_FLOAT} is {echo(name)} (expected Infinity, -Infinity or NaN)"
+                )
+            return float(name)
         return found
 
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > most:

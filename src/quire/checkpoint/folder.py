@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quire.checkpoint.gguf.source import is_gguf
+from quire.checkpoint.gguf.source import begins_as_gguf, is_gguf
 from quire.errors import ModelError, echo, first_line, listed
 
 DEMO_MODEL = "quire-demo"
@@ -75,8 +75,10 @@ def resolve_model(name_or_path: str, *, revision: str | None = None, download_di
     except OSError as error:
         raise ModelError(f"{echo(name_or_path)}: {error.strerror} (expected a model folder)") from None
     if is_file:
+        hint = "; it is a GGUF file: give it a name that ends in .gguf" if begins_as_gguf(path) else ""
         raise ModelError(
-            f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors, or a GGUF file)"
+            f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors, or a file whose "
+            f"name ends in .gguf){hint}"
         )
     if choice and _HUB_ID.fullmatch(folder):
         return _download_gguf(folder, choice, revision, download_dir)
@@ -84,8 +86,8 @@ def resolve_model(name_or_path: str, *, revision: str | None = None, download_di
         return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir)
     if not _HUB_ID.fullmatch(name_or_path):
         raise ModelError(
-            f"{echo(name_or_path)}: no such folder (expected a model folder, a Hugging Face id like owner/name, "
-            f"or {DEMO_MODEL})"
+            f"{echo(name_or_path)}: no such {'file' if is_gguf(path) else 'folder'} (expected a model folder, a GGUF "
+            f"file, a Hugging Face id like owner/name, or {DEMO_MODEL})"
         )
     return _download(name_or_path, revision, download_dir, DOWNLOAD_PATTERNS, IGNORE_PATTERNS)
 

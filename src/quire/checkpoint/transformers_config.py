@@ -70,12 +70,13 @@ def transformers_config(folder: Path, config: Mapping[str, Any], *, generates: b
     if not is_installed():
         raise ModelError(f"{path}: model_impl 'transformers' needs PyTorch and transformers ({EXTRA})")
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # a module being imported may lack it
 
     version, model_type = transformers.__version__, config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"{path}: model_type {echo(model_type)} is not known to transformers {version}")
     with refusals(path, f"transformers {version} cannot read it"):
-        found = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config))
+        found = CONFIG_MAPPING[model_type].from_dict(dict(config))
     if generates and type(found) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(
             f"{path}: model_type {echo(model_type)}: transformers {version} has no causal language model of it"

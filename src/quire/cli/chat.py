@@ -33,7 +33,8 @@ from quire.sampling_params import OPTIONS, RequestOutputKind, SamplingParams, wi
 Message = dict[str, str]
 # Removed from replies, so that a model cannot send escape sequences to the terminal.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or Ctrl-D)"}
+COMMANDS = {"/reset": "forget the conversation", "/help": "show these commands", "/exit": "leave (or /bye, Ctrl-D)"}
+LEAVE = ("/exit", "/bye")
 NOT_FOR_CHAT = tuple(name for name, field in OPTIONS.items() if field.affects != "text")
 
 
@@ -171,11 +172,13 @@ async def _next(stream: Any) -> Any:
 def _chat_through_pipe(model: ChatModel, conversation: Conversation) -> None:
     for line in sys.stdin:
         text = line.strip()
-        if text == "/exit":
+        if text in LEAVE:
             return
-        if text == "/reset":
-            conversation.reset()
-        elif text:
+        if text in COMMANDS:
+            if text == "/reset":
+                conversation.reset()
+            continue
+        if text:
             for piece in conversation.turn(text, model):
                 print(piece, end="", flush=True)
             print()
@@ -195,7 +198,7 @@ def _chat_at_terminal(model: ChatModel, conversation: Conversation) -> None:
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if text == "/exit":
+        if text in LEAVE:
             return
         if text.startswith("/"):
             _run_command(text, conversation, console)

@@ -15,7 +15,9 @@ MAX_ERROR_BYTES = 65536
 
 
 class RemoteModel:
-    """Talks to the server at `url`, which ends in /v1; without a name it uses the first model the server lists.
+    """Talks to the server at `url`; without a name it uses the first model the server lists.
+
+    A URL without a path is that of a server, whose API is under /v1.
 
     Raises:
         ConfigError: `url` is not an HTTP address. QuireError: the server cannot be reached or refuses.
@@ -30,6 +32,8 @@ class RemoteModel:
             raise ConfigError(f"url: {url!r} has a bad port", param="url")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"url: {url!r} must look like http://127.0.0.1:8000/v1", param="url")
+        if parsed.path in ("", "/"):
+            parsed = parsed.copy_with(path="/v1")
         self._address = parsed.netloc.decode()
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         # Environment variables do not redirect a request that may carry a key.

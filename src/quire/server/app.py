@@ -80,10 +80,15 @@ def build_app(
     app.add_exception_handler(HTTPException, on_http_exception)
     for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models, health):
         app.include_router(module.router)
-    if config.server.enable_admin_endpoints:
-        app.include_router(admin.router)
-    if config.server.enable_debug_endpoints:
-        app.include_router(debug.router)
+    app.state.disabled_routes = {}
+    for module, flag, enabled in (
+        (admin, "--enable-admin-endpoints", config.server.enable_admin_endpoints),
+        (debug, "--enable-debug-endpoints", config.server.enable_debug_endpoints),
+    ):
+        if enabled:
+            app.include_router(module.router)
+        else:
+            app.state.disabled_routes[flag] = module.router.routes
     if not config.server.disable_playground:
         app.include_router(playground.make_router())
     return app

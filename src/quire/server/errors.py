@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -262,7 +262,10 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler of the app for what the router raises: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {echo(request.scope['path'])[1:-1]}"
-    if error.status_code == 405:
+    flag = _flag_of_route(request)
+    if flag is not None:
+        problem = HTTPProblem(404, f"this server has no {where}; it needs {flag}", code="unknown_url")
+    elif error.status_code == 405:
         problem = HTTPProblem(
             405,
             f"the method {request.method} is not allowed here ({where})",
@@ -274,6 +277,15 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     else:
         problem = HTTPProblem(error.status_code, f"bad request ({where})", code="invalid_request")
     return ErrorResponse(problem)
+
+
+def _flag_of_route(request: Request) -> str | None:
+    """Return the flag without which the server does not have the route of a request."""
+    disabled: Mapping[str, Sequence[BaseRoute]] = request.app.state.disabled_routes
+    for flag, routes in disabled.items():
+        if any(route.matches(request.scope)[0] is Match.FULL for route in routes):
+            return flag
+    return None
 
 
 def _methods_of(request: Request) -> list[str]:

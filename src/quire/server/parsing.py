@@ -46,6 +46,7 @@ HUGE = 10**40  # stands for integers of more digits than are read; above every b
 BODY_SECONDS = 20.0
 BODY_RATE = 1024  # bytes per second that a body must come with in the long run
 MAX_QUERY_DIGITS = 9
+BROWSER_HEADERS = frozenset({"origin", "sec-fetch-site"})  # of a POST; a page cannot leave them out
 FLAT = frozenset({str, int, float, bool, type(None)})  # types of values that hold no others
 # Fields whose texts are checked elsewhere, where the position within them is known, or that need no check.
 NAMED_ELSEWHERE = ("model", "prompt", "messages")
@@ -56,13 +57,17 @@ M = TypeVar("M", bound=RequestModel)
 T = TypeVar("T")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, *, any_type: bool = False) -> bytes:
     """Return the body of a request, having read no more than `limit` bytes.
+
+    Args:
+        any_type: whether other programs than browsers may call JSON something else, as `curl -d` does. A page of
+            another site can have a browser send a form to this server unasked, but not JSON that is called so.
 
     Raises:
         HTTPProblem: 413 too large, 415 not JSON or compressed, 408 too slow, 400 cut off.
     """
-    _check_headers(request, limit)
+    _check_headers(request, limit, any_type=any_type)
     chunks: list[bytes] = []
     size = 0
     started = time.monotonic()
@@ -85,9 +90,10 @@ async def read_body(request: Request, limit: int) -> bytes:
             return b"".join(chunks)
 
 
-def _check_headers(request: Request, limit: int) -> None:
+def _check_headers(request: Request, limit: int, *, any_type: bool) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
+    any_type = any_type and not BROWSER_HEADERS.intersection(request.headers)
+    if kind != "application/json" and not any_type:
         raise HTTPProblem(
             415,
             f"the body must be sent as Content-Type: application/json, not {echo(kind) if kind else 'without one'}",
@@ -190,14 +196,17 @@ def _invalid(reason: str) -> RequestError:
     return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
-async def parse_request(request: Request, model: type[M]) -> M:
+async def parse_request(request: Request, model: type[M], *, any_type: bool = False) -> M:
     """Read, decode and validate a request's body within the bounds that the server's options set.
+
+    Args:
+        any_type: see `read_body`.
 
     Raises:
         RequestError: naming the field, the value, and what is allowed. HTTPProblem: as `read_body`.
     """
     server: ServerConfig = request.app.state.context.config.server
-    body = await read_body(request, server.max_body_bytes)
+    body = await read_body(request, server.max_body_bytes, any_type=any_type)
 
     def parse() -> M:
         data = parse_json(body)

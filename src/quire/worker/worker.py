@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
-from quire.config import EngineConfig
+from quire.config import DeviceConfig, EngineConfig
 from quire.errors import ConfigError, echo
 from quire.kernels.backend import Backend
 from quire.kernels.create import create_backend
@@ -41,6 +41,8 @@ DISK_FOLDER = Path("~/.cache/quire/kv")  # of the disk tier, where no other is n
 def new_backend(config: EngineConfig) -> Backend:
     """Return the backend of a single rank. Raises ConfigError for what the device cannot do."""
     model, device = config.model, config.device
+    if device.device != "cuda":
+        _check_gpu_options(device)
     return create_backend(
         device.device,
         model.dtype,
@@ -53,6 +55,20 @@ def new_backend(config: EngineConfig) -> Backend:
         max_cudagraph_capture_size=device.max_cudagraph_capture_size,
         attention_backend=device.attention_backend,
     )
+
+
+def _check_gpu_options(device: DeviceConfig) -> None:
+    """Raise `ConfigError` for an option that would change nothing, because only a GPU has what it is about."""
+    defaults = DeviceConfig()
+    for name, what in (
+        ("attention_backend", "choice of attention kernels"),
+        ("max_cudagraph_capture_size", "graphs"),
+    ):
+        value = getattr(device, name)
+        if value != getattr(defaults, name):
+            raise ConfigError(f"{name}: {value!r} is not allowed; device {device.device!r} has no {what}", param=name)
+    if device.enforce_eager:
+        logger.info("enforce_eager changes nothing: device %s has no CUDA graphs", device.device)
 
 
 class Worker:

@@ -48,9 +48,7 @@ def connect(sdk: ModuleType) -> Iterator[MakeClient]:
 
 def test_create(served: LiveServer, connect: MakeClient) -> None:
     message = connect(served).messages.create(model="fake", max_tokens=20, messages=HI)
-    assert [block.to_dict() for block in message.content] == [
-        {"type": "text", "text": "hello world", "citations": None}
-    ]
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "hello world"}]
     assert (message.stop_reason, message.role, message.usage.output_tokens) == ("end_turn", "assistant", 4)
     assert message._request_id
 

@@ -31,7 +31,7 @@ def test_a_message(plain: LiveServer) -> None:
         "type": "message",
         "role": "assistant",
         "model": "fake",
-        "content": [{"type": "text", "text": "hello world", "citations": None}],
+        "content": [{"type": "text", "text": "hello world"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {

@@ -96,6 +96,11 @@ def test_options(plain: LiveServer) -> None:
         "mirostat": 0,
         "tfs_z": 1.0,
         "num_thread": None,
+        "num_gpu": -1,
+        "num_batch": 512,
+        "num_keep": 4,
+        "use_mmap": True,
+        "vocab_only": False,
     }
     for path, fields in (("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "a", "raw": True})):
         ask(plain, path, options=options, **fields)
@@ -174,3 +179,15 @@ def test_what_it_tells_of_models(family: LiveServer) -> None:
         assert "<|im_start|>" in shown["template"]
     assert family.http.get("/api/version").json()["version"]
     ask(family, "/api/chat", messages=HI, model="fake:latest")
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+@pytest.mark.parametrize("browser", [{}, {"origin": "http://elsewhere"}, {"sec-fetch-site": "cross-site"}])
+def test_other_programs_than_browsers_need_not_say_that_it_is_json(
+    plain: LiveServer, kind: str | None, browser: dict[str, str]
+) -> None:
+    headers = {**browser, **({} if kind is None else {"content-type": kind})}
+    body = json.dumps({"model": "fake", "prompt": "hi", "stream": False}).encode()
+    response = plain.http.post("/api/generate", content=body, headers=headers)
+    assert response.status_code == (415 if browser else 200)
+    assert plain.http.post("/v1/completions", content=body, headers=headers).status_code == 415

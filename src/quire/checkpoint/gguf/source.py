@@ -10,7 +10,7 @@ import numpy as np
 from quire.checkpoint.gguf.blocks import FORMATS
 from quire.checkpoint.gguf.config import architecture_of, read_config
 from quire.checkpoint.gguf.names import Origin, origins
-from quire.checkpoint.gguf.reader import GGUFFile, open_shards
+from quire.checkpoint.gguf.reader import MAGIC, GGUFFile, open_shards
 from quire.checkpoint.gguf.tensors import GGUFTensor, layout_of, make_tensor, reorder
 from quire.checkpoint.tensor import HostTensor, Tensor, TransposedTensor
 from quire.checkpoint.weights import Checkpoint, StoredTensor
@@ -23,6 +23,15 @@ PLAIN_FORMATS = ("F32", "F16", "BF16")  # not quantized, and named as in safeten
 def is_gguf(path: Path) -> bool:
     """Whether a model's path is that of a GGUF file, and not of a folder."""
     return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+
+def begins_as_gguf(path: Path) -> bool:
+    """Whether a file, whatever its name, begins as a GGUF file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def open_gguf(path: Path, *, eager: bool = False) -> Checkpoint:

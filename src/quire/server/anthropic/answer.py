@@ -73,7 +73,7 @@ class ContentBlocks:
         made: list[dict[str, Any]] = []
         if self._open != kind:
             made += self.close()
-            empty = {"signature": ""} if kind == "thinking" else {"citations": None}
+            empty = {"signature": ""} if kind == "thinking" else {}  # no citations: some clients refuse null
             made += self._begin({"type": kind, field: "", **empty})
         self._texts[-1].append(text)
         if kind != "thinking" or self._shows_thinking:

@@ -61,7 +61,7 @@ async def running(request: Request) -> Response:
 @router.post("/api/show", openapi_extra=body_schema(ShowRequest))
 async def show(request: Request) -> Response:
     """Describe a model."""
-    body = await parse_request(request, ShowRequest)
+    body = await parse_request(request, ShowRequest, any_type=True)
     if body.model is not None and body.name is not None and body.model != body.name:
         raise RequestError("name is the older name of model; give one of them", param="name")
     name = body.model if body.model is not None else body.name

@@ -48,7 +48,7 @@ class OldEmbedRequest(RequestModel):
 @router.post("/api/embed", openapi_extra=body_schema(EmbedRequest))
 async def embed(request: Request) -> Response:
     """Embed texts; texts beyond the context are truncated, unless `truncate` is false."""
-    body = await parse_request(request, EmbedRequest)
+    body = await parse_request(request, EmbedRequest, any_type=True)
     fields = {"input": body.input, "dimensions": body.dimensions}
     return await _answer(request, body, fields, body.truncate, lambda found: {"embeddings": _vectors(found)})
 
@@ -56,7 +56,7 @@ async def embed(request: Request) -> Response:
 @router.post("/api/embeddings", openapi_extra=body_schema(OldEmbedRequest))
 async def embeddings(request: Request) -> Response:
     """Make a vector of one text."""
-    body = await parse_request(request, OldEmbedRequest)
+    body = await parse_request(request, OldEmbedRequest, any_type=True)
     with FieldNames({"input": "prompt"}).translating():
         return await _answer(
             request, body, {"input": body.prompt}, True, lambda found: {"embedding": _vectors(found)[0]}, timed=False

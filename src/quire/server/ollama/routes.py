@@ -44,7 +44,7 @@ router.include_router(embed.router)
 async def chat(request: Request) -> Response:
     """Answer a conversation, as Ollama does."""
     clock = Clock()
-    body = await parse_request(request, ChatRequest)
+    body = await parse_request(request, ChatRequest, any_type=True)
     check_keep_alive(body.keep_alive)
     with clock.time_load():
         context = await named_model(request, body.model)
@@ -57,7 +57,7 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer one prompt, as Ollama does."""
     clock = Clock()
-    body = await parse_request(request, GenerateRequest)
+    body = await parse_request(request, GenerateRequest, any_type=True)
     check_keep_alive(body.keep_alive)
     with clock.time_load():
         context = await named_model(request, body.model)

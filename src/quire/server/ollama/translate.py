@@ -27,13 +27,15 @@ DURATION = re.compile(r"-?(?:\d+(?:\.\d*)?(?:ns|us|\u00b5s|ms|s|m|h))+|-?\d+")
 SAMPLING = names_in("ollama")
 LIMITS = ("num_predict", "num_ctx", "repeat_last_n")
 NEUTRAL_PENALTY = 1.0
-# Options that are refused, with the values that change nothing: the server's options say how a model is run.
+# How Ollama is to run a model. They change no text; here the server's options say it. No context is ever shifted, so
+# that nothing of it need be kept.
+RUNNER_NUMBERS = ("num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep")
+RUNNER_FLAGS = ("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock")
+# Options that are refused, with the values that change nothing.
 REFUSED_OPTIONS: Refused = {
     "tfs_z": (1, 1.0),
     "penalize_newline": (True,),
-    "num_keep": (),
-    **dict.fromkeys(("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram"), ()),
-    **dict.fromkeys(("f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock"), ()),
+    **dict.fromkeys(("logits_all", "vocab_only"), (False,)),
 }
 UNLIMITED = (-1, -2)
 FIELDS = {
@@ -102,7 +104,13 @@ def check_keep_alive(value: Any) -> None:
 def _options(body: AnswerRequest, max_model_len: int) -> dict[str, Any]:
     """Return the sampling fields for `options`."""
     given = {} if body.options is None else body.options
-    options = body.fields.part(given, "options").only((*SAMPLING, *LIMITS), REFUSED_OPTIONS)
+    known = (*SAMPLING, *LIMITS, *RUNNER_NUMBERS, *RUNNER_FLAGS)
+    options = body.fields.part(given, "options").only(known, REFUSED_OPTIONS)
+    for name in RUNNER_NUMBERS:
+        if name in options:
+            check_int(options.place(name), options.get(name), -1, INT64_MAX)
+    for name in RUNNER_FLAGS:
+        options.boolean(name, False)
     fields = {field: options.get(name) for name, field in SAMPLING.items() if name in options}
     if fields.get("mirostat") == 0 and type(fields["mirostat"]) is int:
         del fields["mirostat"]
