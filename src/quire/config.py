@@ -9,6 +9,7 @@ the engine, into a new config. Spelling and defaults follow vLLM where the meani
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from quire.errors import echo
 from quire.options import check_option, check_rules, option, option_fields, unknown_option
 from quire.server_config import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "quire-demo"
 # Values of --quantization that say what a checkpoint holds, as vLLM spells them.
@@ -30,7 +33,7 @@ class ModelConfig:
     """Model"""
 
     model: str = option(DEMO_MODEL, "Model folder, Hugging Face id, or the built-in quire-demo.")
-    served_model_name: list[str] = option([], "Model names in the API; default: the value of --model.")
+    served_model_name: list[str] = option([], "Model names in the API; default: the value of --model.", many=True)
     tokenizer: str | None = option(None, "Folder or Hugging Face id of the tokenizer; default: the model's.")
     skip_tokenizer_init: bool = option(False, "Load no tokenizer; prompts and outputs are token ids.")
     revision: str | None = option(None, "Branch, tag or commit on the Hugging Face hub.")
@@ -58,6 +61,7 @@ class ModelConfig:
         "Format of the weights: auto loads safetensors or GGUF, whichever is present; pt loads PyTorch pickle "
         "files; dummy initializes random weights.",
         choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+        spellings={"bitsandbytes": "auto", "hf": "auto"},
     )
     safetensors_load_strategy: str = option(
         "lazy",
@@ -69,6 +73,7 @@ class ModelConfig:
         "auto",
         "Data type of weights and activations; auto: that of the checkpoint.",
         choices=("auto", "float32", "bfloat16", "float16"),
+        spellings={"half": "float16", "float": "float32"},
     )
     quantization: str | None = option(
         None,
@@ -117,6 +122,7 @@ class ModelConfig:
         "Seed of dummy weights and, offline, of requests without a seed; a server draws a random seed for these.",
         low=0,
         high=2**63 - 1,
+        spellings={None: 0},
     )
 
 
@@ -139,6 +145,7 @@ class CacheConfig:
         "Data type of the KV cache; auto: that of the weights; int8 and fp8 (e4m3, on GPUs) have a scale per "
         "token and head.",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
+        spellings={"fp8_e4m3": "fp8"},
     )
     latent_cache: bool = option(
         True,
@@ -332,7 +339,45 @@ class DeviceConfig:
         "Return bitwise identical tokens and log-probabilities regardless of batch, chunks and cache. CPU kernels "
         "always do; the reference backend then computes every row separately.",
     )
-    tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks; only 1 so far.", low=1, high=1)
+    tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks; only 1 so far.", low=1, high=1, short="-tp")
+    pipeline_parallel_size: int = option(
+        1, "Number of pipeline-parallel ranks; only 1 so far.", low=1, high=1, short="-pp"
+    )
+    data_parallel_size: int = option(1, "Number of data-parallel engines; only 1 so far.", low=1, high=1, short="-dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedOptions:
+    """Accepted from vLLM's recipes, where what is asked for is always so"""
+
+    enable_chunked_prefill: bool = option(
+        True, "Chunked prefill is always on, except with the prefill-first scheduler.", no_effect=True, fixed=True
+    )
+    enable_auto_tool_choice: bool = option(
+        True, "The model may always call the tools of a request.", no_effect=True, fixed=True
+    )
+    enable_prompt_tokens_details: bool = option(
+        True, "The usage in responses always has the cached tokens.", no_effect=True, fixed=True
+    )
+    enable_sleep_mode: bool = option(
+        True,
+        "LLM.sleep is always there; the routes of a server need --enable-admin-endpoints and a key.",
+        no_effect=True,
+        fixed=True,
+    )
+    disable_log_requests: bool = option(True, "Prompts are never written to the log.", no_effect=True, fixed=True)
+    tokenizer_mode: str = option(
+        "auto", "There is one implementation of tokenizers.", choices=("auto",), no_effect=True
+    )
+    uvicorn_log_level: str = option(
+        "warning",
+        "The HTTP server has no log of its own; --log-level is for the whole log.",
+        choices=("debug", "info", "warning", "error", "critical", "trace"),
+        no_effect=True,
+    )
+    trust_remote_code: bool = option(
+        False, "No model's code is ever run; its family is built in, or refused.", no_effect=True
+    )
 
 
 CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, LoRAConfig, DeviceConfig)
@@ -363,11 +408,15 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown option, a bad value, or options that contradict each other.
         """
-        known = {item.name: item for item in option_fields(groups)}
+        known = {item.name: item for item in option_fields((*groups, AcceptedOptions))}
         for name in values:
             if name not in known:
                 raise unknown_option(name, list(known))
-        config = cls().replace(**{name: check_option(known[name], value) for name, value in values.items()})
+        checked = {name: check_option(known[name], value) for name, value in values.items()}
+        for name in [name for name in checked if known[name].group is AcceptedOptions]:
+            if checked.pop(name):
+                logger.info("%s: %s", name, known[name].option.help)
+        config = cls().replace(**checked)
         config.check()
         return config
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,10 @@ class Option:
         help: one sentence. low, high: inclusive bounds. choices: allowed values. metavar: how help names the value.
         size: whether texts like "4GiB" are accepted. json: whether a text is parsed as a JSON object.
         gib: whether a small number without a unit is one of GiB; see `check_option`.
-        secret: never shown in logs.
+        secret: never shown in logs. short: another flag, such as "-tp". many: whether a flag takes several values.
+        spellings: what other values mean that other programs have for it.
+        no_effect: whether it changes nothing, because what it asks for is always so, as `help` says to whoever gives
+            it. fixed: whether only its default is allowed.
     """
 
     help: str
@@ -37,6 +41,11 @@ class Option:
     gib: bool = False
     json: bool = False
     secret: bool = False
+    short: str | None = None
+    many: bool = False
+    spellings: Mapping[Any, Any] = field(default_factory=dict)
+    no_effect: bool = False
+    fixed: bool = False
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -74,6 +83,20 @@ def option_fields(groups: tuple[type, ...]) -> Iterator[OptionField]:
 
 SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 SIZE_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+COUNT = re.compile(r"(\d+)(?:(\.\d+)?([kmgt])|([KMGT]))")
+
+
+def parse_count(text: str) -> int:
+    """Return the integer that "4096", "4k" (4000), "1.5k" or "4K" (4096) mean; raise ValueError for anything else."""
+    found = COUNT.fullmatch(text.strip())
+    if found is None:
+        return int(text)
+    whole, fraction, decimal, binary = found.groups()
+    if binary is not None:
+        return int(whole) * 2 ** (10 * ("KMGT".index(binary) + 1))
+    return int(float(whole + (fraction or "")) * 10 ** (3 * ("kmgt".index(decimal) + 1)))
 
 
 MIN_POOL = 2**20  # bytes; numbers below it cannot be meant as bytes where `Option.gib` is set
@@ -119,6 +142,8 @@ def base_type(annotation: Any) -> tuple[type, bool]:
 
 def check_option(known: OptionField, value: Any) -> Any:
     """Return `value` in the option's type, or raise `ConfigError` naming option, value, and what is allowed."""
+    if isinstance(value, str | None) and value in known.option.spellings:
+        value = known.option.spellings[value]
     if value is None and types.NoneType in typing.get_args(known.type):
         return None
     kind, repeat = base_type(known.type)
@@ -150,6 +175,8 @@ def _check_scalar(known: OptionField, kind: Any, value: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
         raise _bad(known, value, names[kind])
+    if details.fixed and value != known.default:
+        raise _bad(known, value, f"{str(known.default).lower()}: {details.help}")
     if details.choices is not None and value not in details.choices:
         raise _bad(known, value, "one of " + ", ".join(details.choices))
     if details.low is not None and not value >= details.low:
@@ -184,9 +211,15 @@ def _bad(known: OptionField, value: Any, allowed: str) -> ConfigError:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return "; did you mean X?" for the known word nearest to `word`, or nothing."""
-    found = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    """Return "; did you mean X?" for the known word nearest to `word`, or nothing.
+
+    Words of an option that differ must be alike one by one: data_parallel_size is no slip for tensor_parallel_size.
+    """
+    for found in difflib.get_close_matches(word, known, n=3):
+        parts, others = (set(re.split("[-_]", name)) for name in (word, found))
+        if all(difflib.get_close_matches(part, others - parts) for part in parts - others) or not others - parts:
+            return f"; did you mean {found}?"
+    return ""
 
 
 def unknown_option(name: str, known: list[str]) -> ConfigError:

@@ -12,13 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.errors import ConfigError, QuireError, echo
-from quire.options import Option, OptionField, base_type, check_option, nearest, option_fields, unknown_option
+from quire.options import (
+    Option,
+    OptionField,
+    base_type,
+    check_option,
+    nearest,
+    option_fields,
+    parse_count,
+    unknown_option,
+)
 
 MAX_SHOWN = 200
 
@@ -136,7 +146,8 @@ class _Store(argparse.Action):
             # argparse drops the value of `--flag=--`.
             raise argparse.ArgumentError(self, "'--' is not allowed")
         if self.flag.repeat:
-            setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+            given = [item for value in values for item in value] if self.flag.details.many else values
+            setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *given])
             return
         if hasattr(namespace, self.dest):
             raise argparse.ArgumentError(self, "given more than once")
@@ -152,16 +163,17 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], short: Map
         if flag.group not in headings:
             headings[flag.group] = parser.add_argument_group(flag.group)
         spellings = [flag.option]
-        if short and flag.name in short:
-            spellings.insert(0, short[flag.name])
+        letter = (short or {}).get(flag.name, flag.details.short)
+        if letter is not None:
+            spellings.insert(0, letter)
         text = flag.details.help + (f" (default: {flag.shown_default})" if flag.shown_default else "")
         common = {"dest": flag.name, "flag": flag, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if flag.kind is bool:
             spellings.append("--no-" + flag.option.removeprefix("--"))
             headings[flag.group].add_argument(*spellings, action=_Store, nargs=0, **common)
         else:
-            kind = _converter(flag)
-            headings[flag.group].add_argument(*spellings, action=_Store, type=kind, metavar=flag.metavar, **common)
+            common |= {"type": _converter(flag), "metavar": flag.metavar, "nargs": "+" if flag.details.many else None}
+            headings[flag.group].add_argument(*spellings, action=_Store, **common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +253,7 @@ def parse_text(flag: Flag, text: str) -> Any:
         if flag.kind is dict:
             return json.loads(text)
         if flag.kind in (int, float) and not flag.details.size:
-            value = flag.kind(text)
+            value = parse_count(text) if flag.kind is int else float(text)
             return [value] if flag.repeat else value
     except ValueError:
         what = {int: "an integer", float: "a number", dict: "a JSON object"}[flag.kind]
@@ -275,6 +287,9 @@ def given_values(
                 word = f"{item.name.upper()} and as --{item.name}"
                 raise ConfigError(f"the {item.name} is given twice, as {word}", param=item.name)
             values[item.name] = value
+    for flag in flags:
+        if flag.details.no_effect and values.get(flag.name):
+            print(f"{flag.option}: {flag.details.help}", file=sys.stderr)
     return values
 
 

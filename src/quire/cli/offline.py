@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.cli.flags import Flag
-from quire.config import CONFIG_GROUPS, EngineConfig
+from quire.config import CONFIG_GROUPS, AcceptedOptions, EngineConfig
 from quire.options import Option, base_type, option, option_fields
 from quire.sampling_params import OPTIONS, SamplingParams
 from quire.server_config import ServerConfig
@@ -33,7 +33,7 @@ class LogOptions:
     log_level: str = option("warning", "Lowest level of messages shown.", choices=("debug", "info", "warning", "error"))
 
 
-OFFLINE_GROUPS = (*CONFIG_GROUPS, LogOptions)
+OFFLINE_GROUPS = (*CONFIG_GROUPS, AcceptedOptions, LogOptions)
 
 
 def values_of(groups: tuple[type, ...], values: Mapping[str, Any]) -> dict[str, Any]:

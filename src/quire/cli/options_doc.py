@@ -12,7 +12,7 @@ from quire.cli import chat, generate, plan, run_batch, simulate, train
 from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, flags_of
 from quire.cli.offline import LogOptions, sampling_flags
-from quire.config import CONFIG_GROUPS
+from quire.config import CONFIG_GROUPS, AcceptedOptions
 from quire.server_config import ServerConfig
 
 HEAD = """\
@@ -36,7 +36,7 @@ def document() -> str:
     parts = [HEAD]
     parts += _section(
         "Engine: serve, plan, chat, generate, run-batch, bench latency, bench throughput, bench quality",
-        flags_of(CONFIG_GROUPS),
+        flags_of((*CONFIG_GROUPS, AcceptedOptions)),
     )
     parts += _section("serve", flags_of((ServerConfig,)))
     parts += _section(

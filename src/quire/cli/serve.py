@@ -10,14 +10,15 @@ import errno
 import os
 import socket
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire import logs
-from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml
-from quire.config import CONFIG_GROUPS, SERVER_GROUPS, EngineConfig
+from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml, printable
+from quire.config import CONFIG_GROUPS, DEMO_MODEL, SERVER_GROUPS, AcceptedOptions, EngineConfig
 from quire.engine.launch import engine_options
 from quire.errors import AddressInUseError, ConfigError
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
@@ -28,12 +29,15 @@ from quire.server_config import ServerConfig
 from quire.supervisor.listen import listening
 from quire.supervisor.supervisor import Supervisor
 
-FLAGS = flags_of(SERVER_GROUPS)
+FLAGS = flags_of((*SERVER_GROUPS, AcceptedOptions))
+KEY_VARIABLE = "VLLM_API_KEY"
 ROOM_FACTOR = 2  # of a file of stored responses, over their bytes: there are indices, and a log
 
 
 def run(values: dict[str, Any]) -> int:
-    """Check everything that needs no model, then serve until told to stop; return the exit code."""
+    """Check everything that needs no model, then serve until a signal stops it; return the exit code."""
+    check_model_given(values)
+    values = with_environment(values)
     config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **values)
     entries = None if config.server.models is None else checked_entries(Path(config.server.models), values)
     check_server(config)
@@ -54,6 +58,34 @@ def run(values: dict[str, Any]) -> int:
             # It loads its model while the front still imports what a server needs.
             supervisor.engines.find(served_names(config)[0], engine_options(config))
         return supervisor.run()
+
+
+def check_model_given(values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a model's folder was taken for one of several names, which end where a flag begins."""
+    names = values.get("served_model_name", ())
+    if len(names) > 1 and "model" not in values and (names[-1] == DEMO_MODEL or Path(names[-1]).is_dir()):
+        raise ConfigError(
+            f"served_model_name: is {names[-1]!r} the model? Then give it before --served-model-name, which takes "
+            "several names",
+            param="served_model_name",
+        )
+
+
+def with_environment(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the key in VLLM_API_KEY, unless they have keys.
+
+    Variables of vLLM that are set and change nothing get a line each. Raises `ConfigError` for an empty key.
+    """
+    for name in sorted(os.environ):
+        if name.startswith("VLLM_") and name != KEY_VARIABLE:
+            print(f"{printable(name)} is set, and changes nothing here", file=sys.stderr)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None or values.get("api_key") or values.get("api_key_file") is not None:
+        return values
+    if not key:
+        raise ConfigError(f"{KEY_VARIABLE} is empty; unset it, or give --api-key", param="api_key")
+    print(f"{KEY_VARIABLE} is set: it is this server's API key", file=sys.stderr)
+    return {**values, "api_key": [key]}
 
 
 def checked_entries(path: Path, values: Mapping[str, Any]) -> list[ModelEntry]:
