@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cli.flags import Command, Parser, flags_of, given_values, read_yaml
-from quire.config import SERVER_GROUPS, EngineConfig
+from quire.config import SERVER_GROUPS, AcceptedOptions, EngineConfig
 from quire.errors import ConfigError
 from quire.options import option_fields
 
-FLAGS = flags_of(SERVER_GROUPS)
+FLAGS = flags_of((*SERVER_GROUPS, AcceptedOptions))
 
 
 def parse(*words: str) -> dict:
@@ -51,7 +51,7 @@ def test_every_option_has_a_flag_that_sets_it():
     for flag in FLAGS:
         word = flag.details.choices[-1] if flag.details.choices else samples.get(flag.kind, "")
         word = {
-            "tensor_parallel_size": "1",
+            **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), "1"),
             "max_body_bytes": "2kib",
             "max_receiving_bytes": "2kib",
             "engine_stall_timeout": "2.5",
@@ -149,3 +149,56 @@ def test_flags_and_yaml_mean_the_same(tmp_path_factory, values):
 def test_defaults_in_help_are_those_of_the_config():
     shown = {flag.name: flag.default for flag in FLAGS}
     assert shown == {item.name: item.default for item in option_fields(SERVER_GROUPS)}
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (("-tp", "1", "-pp", "1"), {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
+        (("--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"), {"dtype": "float16", "kv_cache_dtype": "fp8"}),
+        (("--load-format", "bitsandbytes"), {"load_format": "auto"}),
+        (
+            ("--max-num-batched-tokens", "2K", "--max-model-len", "1.5k"),
+            {"max_num_batched_tokens": 2048, "max_model_len": 1500},
+        ),
+        (
+            ("folder", "--served-model-name", "a", "b", "--port", "1"),
+            {"model": "folder", "served_model_name": ["a", "b"], "port": 1},
+        ),
+        (("--served-model-name", "a", "--served-model-name", "b"), {"served_model_name": ["a", "b"]}),
+    ],
+)
+def test_recipes_of_vllm(words, values):
+    assert parse(*words) == values
+
+
+def test_a_seed_of_none_is_the_default():
+    assert EngineConfig.from_kwargs(seed=None).model.seed == 0
+
+
+def test_what_is_always_so_is_accepted_with_a_line_and_is_in_no_config(capsys):
+    flags = ["--enable-chunked-prefill", "--trust-remote-code", "--uvicorn-log-level"]
+    config = EngineConfig.from_kwargs(groups=SERVER_GROUPS, **parse(*flags, "info"))
+    assert config == EngineConfig()
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == flags
+
+
+def test_what_is_always_so_cannot_be_turned_off():
+    with pytest.raises(ConfigError, match=r"enable_chunked_prefill: .*it must be true: Chunked prefill is always on"):
+        EngineConfig.from_kwargs(**parse("--no-enable-chunked-prefill"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--data-parallel-rank", ""),
+        ("--sequence-parallel-size", ""),
+        ("--max-seqs", "; did you mean --max-num-seqs?"),
+        ("--gpu-mem-utilization", "; did you mean --gpu-memory-utilization?"),
+    ],
+)
+def test_only_a_slip_is_corrected(flag, hint):
+    with pytest.raises(ConfigError) as caught:
+        parse(flag, "1")
+    assert caught.value.message == f"unknown option {flag}{hint}"

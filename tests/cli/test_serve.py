@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
-from quire.cli.serve import check_room, read_entries
+from quire.cli.serve import check_room, read_entries, with_environment
 from quire.errors import ConfigError
 
 Write = Callable[[str], Path]
@@ -146,3 +146,25 @@ def test_a_data_dir_that_cannot_be_used_is_known_before_anything_is_loaded(
     assert main(["serve", "--data-dir", str(tmp_path / "file")]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert "data_dir" in line or "--data-dir" in line
+
+
+def test_the_key_of_vllm_is_one_unless_there_are_others(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    assert with_environment({}) == {"api_key": ["s3cret"]}
+    lines = capsys.readouterr().err
+    assert "VLLM_API_KEY is set: it is this server's API key" in lines and "s3cret" not in lines
+    assert "VLLM_USE_V1 is set, and changes nothing here" in lines
+    for values in ({"api_key": ["other"]}, {"api_key_file": "keys"}):
+        assert with_environment(values) == values
+
+
+def test_an_empty_key_of_vllm_opens_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "error: VLLM_API_KEY is empty; unset it, or give --api-key\n"
+
+
+def test_a_model_after_several_names_is_not_one_of_them(tmp_path: Path, capsys: Any) -> None:
+    assert main(["serve", "--served-model-name", "a", "b", str(tmp_path)]) == 2
+    assert "give it before --served-model-name" in capsys.readouterr().err
