@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.cli.engine_args import EngineArgs
+    from quire.cli.engine_args import EngineArgs as AsyncEngineArgs
     from quire.config import EngineConfig
     from quire.engine_request import LoRARequest
     from quire.errors import QuireError
     from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.frontend.llm import LLM
+    from quire.frontend.llm_engine import LLMEngine
+    from quire.frontend.prompts import TextPrompt, TokensPrompt
     from quire.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -37,14 +42,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineConfig",
+    "LLMEngine",
     "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -54,25 +63,32 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 _NAMES = {
+    "quire.cli.engine_args": ("EngineArgs",),
     "quire.config": ("EngineConfig",),
     "quire.engine_request": ("LoRARequest",),
     "quire.errors": ("QuireError",),
     "quire.frontend.async_llm": ("AsyncLLM",),
     "quire.frontend.llm": ("LLM",),
+    "quire.frontend.llm_engine": ("LLMEngine",),
+    "quire.frontend.prompts": ("TextPrompt", "TokensPrompt"),
     "quire.pooling_params": ("PoolingParams",),
     "quire.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
     "quire.structured_outputs": ("StructuredOutputParams",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_OTHER_NAMES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}  # vLLM's, for the same
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    name = _OTHER_NAMES.get(name, name)
     return getattr(importlib.import_module(_MODULES.get(name, "quire.outputs")), name)
 
 

@@ -148,7 +148,7 @@ def test_flags_and_yaml_mean_the_same(tmp_path_factory, values):
 
 def test_defaults_in_help_are_those_of_the_config():
     shown = {flag.name: flag.default for flag in FLAGS}
-    assert shown == {item.name: item.default for item in option_fields(SERVER_GROUPS)}
+    assert shown == {item.name: item.default for item in option_fields((*SERVER_GROUPS, AcceptedOptions))}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ told = [
     for output in outputs
 ]
 print(json.dumps(told), flush=True)
-llm._engine.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
+llm.llm_engine.core.executor.worker.runner.transfers.flush()  # what is under way to the disk gets there in a moment
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

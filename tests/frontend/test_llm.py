@@ -224,7 +224,7 @@ def test_progress_is_shown_on_standard_error_only(capfd: pytest.CaptureFixture[s
 
 def test_closing() -> None:
     with fake_llm()[0] as llm:
-        engine = llm._engine
+        engine = llm.llm_engine.core
         assert isinstance(engine, FakeEngine)
         llm.reset_prefix_cache()
         assert engine.num_resets == 1

@@ -41,6 +41,7 @@ from quire.frontend.chat import ChatTemplate
 from quire.frontend.front_model import FrontModel
 from quire.frontend.grammars import GrammarCompiler
 from quire.frontend.llm import LLM
+from quire.frontend.llm_engine import LLMEngine
 from quire.sampling_params import BeamSearchParams
 from quire.step import BeamOutput, SchedulerStats, SequenceOutput, TokenTopLogprobs
 from quire.tokenizer.tokenizer import Tokenizer
@@ -488,6 +489,6 @@ def fake_llm(
         max_num_seqs=options.get("max_num_seqs", 8),
         reply=reply or letters,
     )
-    llm = LLM.from_parts(config, engine, front)
-    llm._grammars = GRAMMARS
+    llm = LLM.from_engine(LLMEngine(config, engine, front))
+    llm.llm_engine.grammars = GRAMMARS
     return llm, engine

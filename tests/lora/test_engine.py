@@ -31,7 +31,7 @@ def test_more_adapters_than_slots(world: World, expected: list[object], schedule
         with open_llm(world.base, enable_lora=True, **options) as llm:
             for got, reference in zip(answers(llm, [world.request(name) for name in NAMES]), expected, strict=True):
                 check_same(got, reference)  # type: ignore[arg-type]
-            llm._engine.call("check_integrity")  # type: ignore[union-attr]
+            llm.llm_engine.core.call("check_integrity")
 
 
 def test_preempted_requests_continue_with_their_adapter(world: World, expected: list[object]) -> None:
@@ -39,7 +39,7 @@ def test_preempted_requests_continue_with_their_adapter(world: World, expected: 
         options = {"num_gpu_blocks_override": 18, "preemption_mode": mode, "swap_space": "4MiB"}
         with open_llm(world.base, enable_lora=True, max_loras=3, **options) as llm:
             outputs = answers(llm, [world.request(name) for name in NAMES])
-            assert llm._engine.call("stats")["num_preemptions"] > 0  # type: ignore[union-attr]
+            assert llm.llm_engine.core.call("stats")["num_preemptions"] > 0
         for got, reference in zip(outputs, expected, strict=True):
             check_same(got, reference)  # type: ignore[arg-type]
 
@@ -137,7 +137,7 @@ def test_requests_and_options_that_are_refused(world: World) -> None:
 
 def test_calls_load_and_unload_adapters_beside_requests(world: World) -> None:
     with open_llm(world.base, enable_lora=True, max_cpu_loras=2) as llm:
-        engine = llm._engine
+        engine = llm.llm_engine.core
         assert engine is not None
         folder = str(world.adapters["few"])
         loaded: list[Any] = []

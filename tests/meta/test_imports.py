@@ -59,15 +59,19 @@ def test_each_module_can_be_the_first_one_imported():
 
 def test_public_names_are_these():
     assert sorted(quire.__all__) == [
+        "AsyncEngineArgs",
         "AsyncLLM",
+        "AsyncLLMEngine",
         "BeamSearchOutput",
         "BeamSearchParams",
         "BeamSearchSequence",
         "ClassificationRequestOutput",
         "CompletionOutput",
         "EmbeddingRequestOutput",
+        "EngineArgs",
         "EngineConfig",
         "LLM",
+        "LLMEngine",
         "LoRARequest",
         "PoolingParams",
         "PoolingRequestOutput",
@@ -77,6 +81,8 @@ def test_public_names_are_these():
         "SamplingParams",
         "ScoringRequestOutput",
         "StructuredOutputParams",
+        "TextPrompt",
+        "TokensPrompt",
         "__version__",
     ]
     for name in quire.__all__:

@@ -9,12 +9,13 @@ encoding them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from quire.engine_request import EngineRequest
-from quire.errors import ErrorData, RequestError
+from quire.errors import ErrorData, RequestError, echo
 from quire.step import SchedulerStats, SequenceOutput
 
 PROTOCOL_VERSION = 3  # changes with any message that an older peer would misread
@@ -54,6 +55,7 @@ class SteppedAside(msgspec.Struct, tag=True):
     """Answer to `StepAside`: the client has aborted its requests, and sends none."""
 
 
+WAKE_TAGS = ("weights", "kv_cache")
 MAX_SHOWN = 16384
 
 
@@ -97,6 +99,13 @@ def check_sleep_level(level: int) -> None:
     """Raise `RequestError` unless this is a level of sleep."""
     if level not in (1, 2):
         raise RequestError(f"level must be 1 or 2, got {level}", param="level")
+
+
+def check_wake_tags(tags: Sequence[str] | None) -> None:
+    """Raise `RequestError` unless these are tags of what `wake_up` allocates."""
+    for tag in tags or ():
+        if tag not in WAKE_TAGS:
+            raise RequestError(f"tags must be of {', '.join(WAKE_TAGS)}, got {echo(tag)}", param="tags")
 
 
 class EngineOutputs(msgspec.Struct, tag=True):

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -76,6 +76,9 @@ POOLING_QUEUE_SHARE = 4  # one call takes at most this part of the queue
 YIELD_EVERY = 4
 GRAMMARS, TEMPLATES, REQUEST_TEMPLATES = "grammars", "chat templates", "chat templates of requests"
 PREDICTED_SHARE = 0.85  # of the time a first token may take: predictions err in both directions
+
+if TYPE_CHECKING:
+    from quire.frontend.llm_engine import EngineArguments
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T]], Awaitable[T]]
@@ -150,6 +153,11 @@ class AsyncLLM:
         self.adapters = AdapterRegistry(self.config, self.call)
         self._sleep_level = 0  # as the engine has last said
         self._num_falling_asleep = 0  # calls of `sleep` that are not answered; no request begins from there
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArguments) -> AsyncLLM:
+        """Return the engine of these arguments, which starts with the first request, or `start`."""
+        return cls(engine_args.create_engine_config())
 
     async def start(self) -> None:
         """Load tokenizer and model; return when requests can be served.

@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.config import DEMO_MODEL, EngineConfig
-from quire.engine.messages import check_sleep_level
+from quire.engine.messages import check_sleep_level, check_wake_tags
 from quire.engine_request import LoRARequest
-from quire.errors import EngineAsleepError, EngineDeadError, RequestError, UnsupportedError
+from quire.errors import UnsupportedError
 from quire.frontend.formats.message import Message as AssistantMessage
-from quire.frontend.front_model import FrontModel, load_front_model
-from quire.frontend.grammars import GrammarCompiler
+from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.output_processor import RequestState, beam_search_output
 from quire.frontend.pooling import (
     PairScoring,
@@ -31,7 +30,6 @@ from quire.frontend.pooling import (
     spec_of,
 )
 from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, request_inputs
-from quire.frontend.request_processor import RequestProcessor
 from quire.frontend.tools import requested_tools
 from quire.outputs import (
     BeamSearchOutput,
@@ -43,9 +41,6 @@ from quire.outputs import (
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from quire.engine.core import EngineCore
 
 Message = Mapping[str, Any]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -66,26 +61,20 @@ class LLM:
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
-        self._engine: EngineCore | None = None
-        config = EngineConfig.from_kwargs(model=model, **options)
-        front_model = load_front_model(config)  # first, since a bad folder shows here without loading weights
-        from quire.engine.core import EngineCore  # heavy: only once the options are known to be good
-
-        self._set_up(config, EngineCore(config), front_model)
+        self._set_up(LLMEngine.from_config(EngineConfig.from_kwargs(model=model, **options)))
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, engine: EngineCore, front_model: FrontModel) -> LLM:
-        """Put an `LLM` together from parts made elsewhere; it closes the engine when it is closed."""
+    def from_engine(cls, llm_engine: LLMEngine) -> LLM:
+        """Return the `LLM` of an engine, which is closed with it."""
         llm = cls.__new__(cls)
-        llm._set_up(config, engine, front_model)
+        llm._set_up(llm_engine)
         return llm
 
-    def _set_up(self, config: EngineConfig, engine: EngineCore, front_model: FrontModel) -> None:
-        self.config = config
-        self._engine = engine
-        self._front = front_model
-        self._requests = RequestProcessor(front_model, engine.ready, engine.send, seed=config.model.seed)
-        self._grammars = GrammarCompiler()
+    def _set_up(self, llm_engine: LLMEngine) -> None:
+        self.llm_engine = llm_engine
+        self.config = llm_engine.config
+        self._front = llm_engine.front_model
+        self._requests = llm_engine.requests
         self._num_requests = 0
 
     def generate(
@@ -337,9 +326,7 @@ class LLM:
         adapters: Adapters = None,
     ) -> list[RequestState]:
         """Run requests to their end; return their states in the same order."""
-        engine = self._open_engine()
-        if engine.sleep_level:
-            raise EngineAsleepError("this LLM is asleep; call wake_up() first")
+        self.llm_engine.check_awake()
         priorities = one_each(priority, len(inputs), "priority")
         tenants = one_each(tenant, len(inputs), "tenant")
         states = self._admit(inputs, priorities, tenants, one_each(adapters, len(inputs), "lora_request"))
@@ -352,9 +339,8 @@ class LLM:
         ):
             while num_left:
                 check_interrupt()
-                if not engine.has_unfinished():
-                    raise EngineDeadError(f"the engine lost {num_left} requests")
-                num_finished, num_tokens = self._step(engine)
+                updated, num_tokens = self.llm_engine.advance()
+                num_finished = sum(state.finished for state in updated)
                 advance(num_finished, num_tokens)
                 num_left -= num_finished
         return states
@@ -367,40 +353,27 @@ class LLM:
         adapters: Sequence[LoRARequest | None],
     ) -> list[RequestState]:
         """Check all requests, then hand all of them to the engine."""
-        processor = self._requests.inputs
-        checked = []
-        for index, (item, priority, tenant, lora) in enumerate(zip(inputs, priorities, tenants, adapters, strict=True)):
-            arrival_time = time.monotonic()
-            token_ids = processor.tokenize(item.prompt, item.params, param=item.param, lora=lora)
-            constraints = self._front.constraints(item.params, token_ids, item.message_spec)
-            engine_requests = processor.build(
-                token_ids,
-                item.params,
+        checked = [
+            self.llm_engine.check_request(
                 str(self._num_requests + index),
-                arrival_time=arrival_time,
+                item.prompt,
+                item.params,
+                param=item.param,
+                message_spec=item.message_spec,
                 priority=priority,
                 tenant=tenant,
-                grammar=None if constraints.job is None else self._grammars.compile(constraints.job),
-                thinking=constraints.thinking,
-                lora=lora,
+                lora_request=lora,
             )
-            checked.append((str(self._num_requests + index), item.prompt, item.params, engine_requests))
+            for index, (item, priority, tenant, lora) in enumerate(
+                zip(inputs, priorities, tenants, adapters, strict=True)
+            )
+        ]
         self._num_requests += len(checked)
         states: list[RequestState] = []
         with self._aborting(states):
             for request in checked:
-                states.append(self._requests.start(*request))
+                states.append(self.llm_engine.start(request))
         return states
-
-    def _step(self, engine: EngineCore) -> tuple[int, int]:
-        """Run a step; return how many requests it finished, and how many tokens it generated."""
-        outputs = engine.step()
-        updated = self._requests.process(outputs)
-        num_tokens = sum(
-            len(output.new_token_ids) + sum(len(beam.token_ids) for beam in output.beams or ())
-            for output in outputs.outputs
-        )
-        return sum(state.finished for state in updated), num_tokens
 
     @contextlib.contextmanager
     def _aborting(self, states: Sequence[RequestState]) -> Iterator[None]:
@@ -423,9 +396,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `RequestError` if the engine runs without one."""
-        if self._front.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
-        return self._front.tokenizer
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's makers recommend (a new object each time)."""
@@ -433,7 +404,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self._open_engine().call("reset_prefix_cache")
+        self.llm_engine.core.call("reset_prefix_cache")
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until `wake_up`: at level 1 that of the KV cache, at level 2 also the weights'.
@@ -445,33 +416,29 @@ class LLM:
             RequestError: there is no such level.
         """
         check_sleep_level(level)
-        self._open_engine().call("sleep", {"level": level})
+        self.llm_engine.core.call("sleep", {"level": level})
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate again what `sleep` has freed; outputs are as before. Does nothing for one that is awake.
 
+        Args:
+            tags: "weights" and "kv_cache", as for vLLM. Weights and cache are allocated together here, with the first
+                call, so that the second one does nothing.
+
         Raises:
-            QuireError: the memory is not free any more; this LLM goes on sleeping then.
+            QuireError: the memory is not free any more; this LLM goes on sleeping then. RequestError: no such tag.
         """
-        self._open_engine().call("wake_up")
+        check_wake_tags(tags)
+        self.llm_engine.core.call("wake_up")
 
     @property
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and no `wake_up` after it."""
-        return self._engine is not None and self._engine.sleep_level > 0
+        return not self.llm_engine.is_closed and self.llm_engine.core.sleep_level > 0
 
     def close(self) -> None:
         """Release the model and its memory. Later calls do nothing."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._grammars.close()
-            self._front.close()
-            engine.close()
-
-    def _open_engine(self) -> EngineCore:
-        if self._engine is None:
-            raise EngineDeadError("this LLM was closed")
-        return self._engine
+        self.llm_engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -483,7 +450,7 @@ class LLM:
 
     def __del__(self) -> None:
         # The constructor may have failed before there was anything to close.
-        if getattr(self, "_engine", None) is not None:
+        if hasattr(self, "llm_engine"):
             self.close()
 
 

@@ -8,13 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from quire.checks import wrong_type, wrong_value
 from quire.errors import RequestError
 from quire.frontend.formats.message import MessageSpec
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
+
+
+class TextPrompt(TypedDict):
+    """A text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids."""
+
+    prompt_token_ids: list[int]
+
 
 Prompt = str | list[int] | Mapping[str, Any]
 TextParams = SamplingParams | BeamSearchParams
