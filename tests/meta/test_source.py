@@ -27,6 +27,7 @@ BROAD = {"Exception", "BaseException"}
 # Quire has no variables of its own; these hand down, read or set those of others.
 ENVIRONMENT_READERS = {
     "child_process.py": "PYTHONPATH, for the child",
+    "cli/serve.py": "the key of vLLM, and warnings of its other variables",
     "cli/collect_env.py": "what a report of a problem should say",
     "frontend/tokenizer_check.py": "XDG_CACHE_HOME, as all programs do",
     "frontend/worker_process.py": "numbers of threads, which have no other switch, for the child",
