@@ -13,6 +13,8 @@ from quire.errors import QuireError
 if TYPE_CHECKING:
     import numpy as np
 
+    from quire.engine_request import LoRARequest
+
 
 class Logprob(msgspec.Struct, gc=False):  # there may be millions, and the collector need not look at any
     """One token's log-probability (natural log, from the raw logits), its rank (1 = most likely) and its text."""
@@ -137,6 +139,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for EOS and for other endings.
         error: with "error", what happened: a `RequestError` if this engine can never serve the request, otherwise a
             `GenerationError`.
+        lora_request: the adapter it was generated with.
     """
 
     index: int
@@ -147,6 +150,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: QuireError | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def finished(self) -> bool:
@@ -164,6 +168,7 @@ class RequestOutput:
             `prompt_logprob_start`. None when not asked for.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_generated_tokens: so far, of all sequences, also of those that `best_of` does not return.
+        lora_request: its adapter.
     """
 
     request_id: str
@@ -175,6 +180,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(slots=True)

@@ -29,7 +29,11 @@ def test_more_adapters_than_slots(world: World, expected: list[object], schedule
     for max_loras, max_cpu_loras in ((1, 1), (2, 2), (1, 3)):
         options = {"max_loras": max_loras, "max_cpu_loras": max_cpu_loras, "scheduler": scheduler}
         with open_llm(world.base, enable_lora=True, **options) as llm:
-            for got, reference in zip(answers(llm, [world.request(name) for name in NAMES]), expected, strict=True):
+            requests = [world.request(name) for name in NAMES]
+            outputs = answers(llm, requests)
+            assert [output.lora_request for output in outputs] == requests
+            assert [output.outputs[0].lora_request for output in outputs] == requests
+            for got, reference in zip(outputs, expected, strict=True):
                 check_same(got, reference)  # type: ignore[arg-type]
             llm.llm_engine.core.call("check_integrity")
 

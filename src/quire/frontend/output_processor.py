@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from quire.engine.messages import EngineOutputs
-from quire.engine_request import EngineRequest, ResumedSequence
+from quire.engine_request import EngineRequest, LoRARequest, ResumedSequence
 from quire.errors import EngineAsleepError, ErrorData, GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.replay import REST, remaining
@@ -140,7 +140,7 @@ class _Completion:
         first_or_last = self.num_taken is None or self.finish_reason is not None
         return self.changed and (first_or_last or self.num_tokens - (self.num_taken or 0) >= interval)
 
-    def take(self, delta: bool, last: bool = False) -> CompletionOutput:
+    def take(self, delta: bool, lora_request: LoRARequest | None, last: bool = False) -> CompletionOutput:
         """Build the output; with `delta` only what was not taken before. `last`: there will be no other one."""
         text = "".join(self.text_parts)
         if delta:
@@ -163,6 +163,7 @@ class _Completion:
             self.finish_reason,
             self.stop_reason,
             self.error,
+            lora_request,
         )
 
 
@@ -196,6 +197,7 @@ class RequestState:
         self.ids = {request_id, *[name for item in engine_requests for name in (item.request_id, *item.sequence_ids)]}
         self.ids |= {item.request_id + REST for item in engine_requests if len(item.sequence_ids) > 1}
         self.max_tokens = engine_requests[0].max_tokens
+        self._lora = engine_requests[0].lora
         self.pooled: PooledData | None = None
         self.notify = notify
         self.error: Exception | None = None
@@ -316,7 +318,7 @@ class RequestState:
                 return None
             shown = due if delta else shown
         self._changed = False
-        outputs = [item.take(delta, self.finished) for item in shown if item.changed or not delta]
+        outputs = [item.take(delta, self._lora, self.finished) for item in shown if item.changed or not delta]
         prompt_logprobs = self.prompt_logprobs
         if delta:
             if self._prompt_logprobs_taken:
@@ -332,6 +334,7 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
             metrics=self.metrics,
+            lora_request=self._lora,
         )
 
 
