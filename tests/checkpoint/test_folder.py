@@ -40,7 +40,8 @@ def test_a_folder_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_neither_a_folder_nor_an_id(name: str) -> None:
     expected = "(expected a model folder, a GGUF file, a Hugging Face id like owner/name, or quire-demo)"
     assert f"no such folder {expected}" in refusal(name)
-    assert f"no such file {expected}" in refusal("./absent.gguf")
+    for absent in ("./absent.gguf", "absent.gguf"):
+        assert f"no such file {expected}" in refusal(absent)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -159,6 +159,13 @@ def test_the_key_of_vllm_is_one_unless_there_are_others(monkeypatch: pytest.Monk
         assert with_environment(values) == values
 
 
+@pytest.mark.parametrize("model", ["/nothing/here", "./absent.gguf", "~/absent:Q4_K_M"])
+def test_a_path_with_nothing_there_is_refused_before_the_server_listens(model: str, capfd: Any) -> None:
+    assert main(["serve", model, "--port", "0"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err == f"error: '{model}': no such file or folder\n"
+
+
 def test_an_empty_key_of_vllm_opens_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert main(["serve"]) == 2

@@ -84,7 +84,7 @@ def resolve_model(name_or_path: str, *, revision: str | None = None, download_di
         return _download_gguf(folder, choice, revision, download_dir)
     if name_or_path.upper().endswith("-GGUF") and _HUB_ID.fullmatch(name_or_path):
         return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir)
-    if not _HUB_ID.fullmatch(name_or_path):
+    if not _HUB_ID.fullmatch(name_or_path) or (is_gguf(path) and "/" not in name_or_path):
         raise ModelError(
             f"{echo(name_or_path)}: no such {'file' if is_gguf(path) else 'folder'} (expected a model folder, a GGUF "
             f"file, a Hugging Face id like owner/name, or {DEMO_MODEL})"

@@ -20,7 +20,7 @@ from quire import logs
 from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml, printable
 from quire.config import CONFIG_GROUPS, DEMO_MODEL, SERVER_GROUPS, AcceptedOptions, EngineConfig
 from quire.engine.launch import engine_options
-from quire.errors import AddressInUseError, ConfigError
+from quire.errors import AddressInUseError, ConfigError, ModelError, echo
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
 from quire.server.data_dir import prepare_data_dir, remove_stale_data_dirs, temporary_data_dir
@@ -105,6 +105,7 @@ def check_server(config: EngineConfig) -> None:
             GPU, an address that is not this machine's.
         AddressInUseError: the port is taken.
     """
+    check_path(config.model.model)
     names = config.model.served_model_name
     for name in names:
         if names.count(name) > 1:
@@ -131,6 +132,15 @@ def check_server(config: EngineConfig) -> None:
         check_address(config.server.host, config.server.port)
     elif os.path.lexists(config.server.uds) and not stat.S_ISSOCK(os.lstat(config.server.uds).st_mode):
         raise ConfigError(f"uds: {config.server.uds!r} exists and is no socket", param="uds")
+
+
+def check_path(model: str) -> None:
+    """Raise `ModelError` if a model is named by a path where there is nothing, before the server says it listens."""
+    if not model.startswith(("/", "./", "../", "~")):
+        return  # a name on the hub, or a folder that the engine finds
+    paths = [Path(name).expanduser() for name in (model, model.rpartition(":")[0]) if name]  # FOLDER:Q4_K_M
+    if not any(map(os.path.lexists, paths)):
+        raise ModelError(f"{echo(model)}: no such file or folder")
 
 
 def check_readable(files: Mapping[str, str | None], where: str = "") -> None:
