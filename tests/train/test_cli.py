@@ -48,7 +48,7 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
     assert run(parse()) == 2
-    assert capsys.readouterr().err == "quire train needs torch: pip install quire[train]\n"
+    assert capsys.readouterr().err == "quire train needs torch: pip install 'quire[train]'\n"
 
 
 def test_building_the_parser_does_not_import_torch() -> None:

@@ -29,7 +29,7 @@ def run(values: dict[str, Any]) -> int:
     """Train; returns the exit code: 0, or 2 if the packages of the `train` extra are missing."""
     missing = [name for name in ("torch", "safetensors", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"quire train needs {' and '.join(missing)}: pip install quire[train]", file=sys.stderr)
+        print(f"quire train needs {' and '.join(missing)}: pip install 'quire[train]'", file=sys.stderr)
         return 2
     from quire.train import train
 

@@ -1,4 +1,4 @@
-"""`OpenAIBackend`: programs on any server with OpenAI's API, through the `openai` package (`pip install quire[lang]`).
+"""`OpenAIBackend`: programs on any server with OpenAI's API, through the `openai` package (extra `lang`).
 
 Plain text goes to completions, programs with roles to chat completions. The endpoint is a black box: each call sends
 the whole text, and whether forks share a prefix is up to its prefix cache. What an endpoint cannot do is refused before
@@ -182,7 +182,7 @@ class OpenAIBackend(Backend):
             try:
                 from openai import AsyncOpenAI  # lazy: only this backend needs it
             except ImportError:
-                raise ConfigError("OpenAIBackend needs the openai package: pip install quire[lang]") from None
+                raise ConfigError("OpenAIBackend needs the openai package: pip install 'quire[lang]'") from None
             self._client = AsyncOpenAI(**self._options)
         return self._client
 

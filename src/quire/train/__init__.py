@@ -1,6 +1,6 @@
 """Training a small Llama from scratch: `train(TrainConfig(...))` writes a checkpoint that any engine can serve.
 
-Needs PyTorch and Matplotlib (`pip install quire[train]`). The configuration can be read without them.
+Needs PyTorch and Matplotlib (`pip install 'quire[train]'`). The configuration can be read without them.
 """
 
 from __future__ import annotations

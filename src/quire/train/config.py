@@ -85,8 +85,11 @@ class TrainConfig:
         self._require(self.hidden_size % self.num_heads == 0, "num_heads", "must divide hidden_size")
         self._require(self.head_dim % 2 == 0, "num_heads", "must leave an even head size (hidden_size / num_heads)")
         self._require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", "must divide num_heads")
-        self._require(self.context_length <= self.max_position, "context_length", "must not exceed max_position")
-        self._require(self.batch_tokens >= self.max_position, "batch_tokens", "must hold one row of max_position")
+        longest = f"max_position ({self.max_position})"
+        self._require(self.context_length <= self.max_position, "context_length", f"must not exceed {longest}")
+        self._require(
+            self.batch_tokens >= self.max_position, "batch_tokens", f"must be at least {longest}, the longest row"
+        )
         self._require(2 <= self.passage_tokens <= self.max_position, "passage_tokens", "must be 2 to max_position")
         for name in ("data", "shakespeare"):
             path = getattr(self, name)
