@@ -289,6 +289,7 @@ def test_hostile_clients_cost_others_little(tmp_path: Path) -> None:
     )
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log and KEY not in log
+    assert "it is replaced" not in log, "a front has ended"
     assert not [name for name in counts if name.endswith(("never ended", " 500"))]
     check_growth(samples)
     assert max(row[-1] for row in rows[1:]) < MAX_RATIO
