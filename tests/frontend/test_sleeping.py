@@ -22,7 +22,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=2)
 
 
 def core_of(llm: LLM) -> EngineCore:
-    return llm._open_engine()
+    return llm.llm_engine.core
 
 
 def answers(llm: LLM) -> list[object]:

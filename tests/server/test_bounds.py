@@ -201,8 +201,14 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(
     most = 150_000 if "stream" in body else 50
     with deaf(server) as connection:
         connection.sendall(request_bytes("/v1/completions", {**ENDLESS, "max_tokens": most, **body}))
-        server.wait_until(lambda: any(item.flow.write_paused for item in server.connections))
-        protocol = next(item for item in server.connections if item.flow.write_paused)
+        paused: list[http.BoundedHttpProtocol] = []  # taken on the server's loop, before the connection is cut off
+
+        def find_paused() -> bool:
+            paused[:] = [item for item in server.connections if item.flow.write_paused]
+            return bool(paused)
+
+        server.wait_until(find_paused)
+        (protocol,) = paused
         assert protocol.transport.get_write_buffer_size() < 2**23
         others = server.http.post("/v1/completions", json=BODY)
         assert others.status_code == 200, "nobody else waits"

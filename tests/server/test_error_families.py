@@ -53,7 +53,7 @@ def test_the_path_tells_the_family(path: str, family: Family) -> None:
         (b"\xff\xfe", JSON, 400),
         (b'{"temperature": NaN}', JSON, 400),
         (b"{}", JSON, 400),
-        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-type": "text/plain", "sec-fetch-site": "cross-site"}, 415),
         (b"{}", {**JSON, "content-encoding": "gzip"}, 415),
         (b" " * (2**20 + 1), JSON, 413),
         (b"{}", {**JSON, **{f"x-{number}": "1" for number in range(120)}}, 431),

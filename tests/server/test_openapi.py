@@ -28,9 +28,10 @@ def check(server: LiveServer, method: str, path: str, route: str, **options: Any
 
 
 def test_every_error_is_described_in_the_words_of_its_family(server: LiveServer) -> None:
+    of_a_page = {"content-type": "text/plain", "sec-fetch-site": "cross-site"}
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize"):
         assert check(server, "POST", path, path, json={"model": 5}) == 400
-        assert check(server, "POST", path, path, content=b"x", headers={"content-type": "text/plain"}) == 415
+        assert check(server, "POST", path, path, content=b"x", headers=of_a_page) == 415
     assert check(server, "GET", "/v1/models/none", "/v1/models/{model_id}") == 404
     assert check(server, "GET", "/v1/models/fake", "/v1/models/{model_id}") == 200
 
