@@ -36,12 +36,13 @@ def wait_for_the_end_of(engines: Engines) -> None:
 def test_an_engine_that_does_not_read_its_options_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines_module, "start_module_here", start_sleeping)
     engines = Engines()
+    of_others = psutil.Process().children()
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(engines.find, "demo", {"key_weights": "x" * (1 << 20)})
         try:
             engine = started.result(10.0)
         finally:
-            for child in psutil.Process().children():
+            for child in set(psutil.Process().children()).difference(of_others):
                 child.kill()
     engines.kill(engine)
     wait_for_the_end_of(engines)
