@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from quire.frontend.stats import FinishedRequest
+from quire.server.http import BoundedHttpProtocol
 from tests.helpers.fake_engine import fake_async_llm
 from tests.helpers.live_server import LiveServer, MakeServer, server_config
 from tests.server.streams import stream
@@ -110,3 +113,25 @@ def test_timelines_and_usage_agree(make_server: MakeServer) -> None:
     told = server.http.get(f"/requests/{answer['id']}").json()
     assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert told["completion_tokens"] == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_is_freed_as_it_ends(server: LiveServer, streamed: bool) -> None:
+    """Garbage of many requests would stop all streams for a tenth of a second every few seconds."""
+    chat = {"model": "fake", "messages": CHAT["messages"], "max_tokens": 5}
+    response = {"model": "fake", "input": "hi", "max_output_tokens": 5}
+    gc.collect()
+    gc.disable()
+    try:
+        for path, body in (*ROUTES, ("/v1/responses", response), ("/v1/messages", chat)):
+            answer = server.http.post(path, json={**body, "stream": streamed}, headers={"connection": "close"})
+            assert answer.status_code == 200, answer.text
+        server.http.post("/v1/completions", json={"model": "none"}, headers={"connection": "close"})
+        server.wait_until(lambda: not server.connections)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [item for item in gc.garbage if isinstance(item, Request | BoundedHttpProtocol)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

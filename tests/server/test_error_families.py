@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import OverloadedError
 from quire.server.errors import Family, error_body, family_of
+from quire.server.paths import ENGINE_PATHS
 from tests.helpers.live_server import LiveServer, MakeServer
 from tests.server.checks import COMPLETIONS, HI, JSON, check_refused
 from tests.server.sockets import read_until, request_bytes
@@ -98,18 +99,19 @@ def test_a_server_that_loads_or_goes_away(make_server: MakeServer, path: str) ->
     check_refused(live.http.post(path, json={}), status=503)
 
 
-@pytest.mark.parametrize(("path", "status"), [(MESSAGES, 529), (OLLAMA_CHAT, 503), (CHAT, 503)])
-def test_a_full_queue(make_server: MakeServer, path: str, status: int) -> None:
+def test_a_full_queue_refuses_before_it_reads_a_body(make_server: MakeServer) -> None:
     live = make_server(max_num_queued_reqs=1)
     live.do(live.client.hold)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(live.http.post, CHAT, json={**body_of(CHAT), "max_tokens": 2})
         live.wait_until(lambda: len(live.engine.live) == 1)
-        response = live.http.post(path, json=body_of(path))
+        refused = {path: live.http.post(path, content=b"{") for path in ENGINE_PATHS}
+        assert live.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
         live.do(live.client.resume)
         assert accepted.result().status_code == 200
-    assert response.headers["retry-after"] == "1"
-    check_refused(response, status=status)
+    for path, response in refused.items():
+        assert response.headers["retry-after"] == "1"
+        check_refused(response, status=529 if path == MESSAGES else 503)
 
 
 def test_a_bug_is_not_described(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,13 +82,19 @@ def refused(metrics: str) -> float:
 @contextlib.contextmanager
 def held(server: LiveServer) -> Iterator[list[socket.socket]]:
     """Make 101 connections, and let the event loop wait while the block runs."""
-    may_go_on = threading.Event()
-    holder = threading.Thread(target=lambda: server.do(may_go_on.wait))
+    holds, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        may_go_on.wait()
+
+    holder = threading.Thread(target=lambda: server.do(hold))
     with contextlib.ExitStack() as stack:
         address = server.listener.getsockname()
         connections = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(101)]
         server.http.get("/metrics")  # now all have been accepted
         holder.start()
+        holds.wait()
         try:
             yield connections
         finally:

@@ -187,7 +187,7 @@ class ChatCompletion(Generation):
     def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
         """As `Generation.chunks`: the role, the message in deltas, the finish reason."""
         if not self._streamed:
-            self._streamed = [_StreamedChoice(self) for _ in range(self.n)]
+            self._streamed = [_StreamedChoice(self.reader()) for _ in range(self.n)]
             ids = {"prompt_token_ids": self.streams[0].prompt_token_ids} if self.body.return_token_ids else {}
             # Content that may yet be null begins as null.
             first = {"role": "assistant", "content": "" if self.message_spec is None else None}
@@ -195,7 +195,7 @@ class ChatCompletion(Generation):
                 choice = {"index": number, "delta": first, "logprobs": None, "finish_reason": None}
                 yield {"choices": [choice], **ids}
         for completion in output.outputs:
-            for part in self._streamed[completion.index].parts(completion):
+            for part in self._streamed[completion.index].parts(self, completion):
                 yield {"choices": [part]}
 
     def extras(self, output: CompletionOutput) -> dict[str, Any]:
@@ -218,23 +218,22 @@ class ChatCompletion(Generation):
 class _StreamedChoice:
     """One choice of a stream."""
 
-    def __init__(self, job: ChatCompletion) -> None:
-        self._job = job
-        self._reader = job.reader()
+    def __init__(self, reader: ChoiceReader) -> None:
+        self._reader = reader
         self._pending: dict[str, Any] = {}  # fields about tokens whose text the parser still buffers
 
-    def parts(self, output: CompletionOutput) -> list[dict[str, Any]]:
+    def parts(self, job: ChatCompletion, output: CompletionOutput) -> list[dict[str, Any]]:
         """Return the choice in each chunk of an output: deltas, and the end. The first one has fields about tokens."""
         reader = self._reader
         events = reader.read(output.text, output.finished)
-        self._add_pending(self._job.extras(output))
+        self._add_pending(job.extras(output))
         parts = [
             {"index": output.index, "delta": item, **self._take_pending(), "finish_reason": None}
             for item in map(delta, events)
             if item is not None
         ]
         if output.finished:
-            last = {"content": ""} if reader.is_empty and self._job.message_spec is not None else {}
+            last = {"content": ""} if reader.is_empty and job.message_spec is not None else {}
             parts.append({"index": output.index, "delta": last, **self._take_pending(), **_ending(output, reader)})
         return parts
 

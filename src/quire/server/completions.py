@@ -90,8 +90,8 @@ class Completion(Generation):
         for index, output in enumerate(outputs):
             shown = prompt_logprobs(output.prompt_logprobs) if self.body.prompt_logprobs is not None else None
             for completion in output.outputs:
-                choice = _Choice(self, index, completion.index, output.prompt_logprobs)
-                choices.append({**choice.part(completion), "prompt_logprobs": shown})
+                choice = _Choice(index * self.n + completion.index, index, output.prompt_logprobs)
+                choices.append({**choice.part(self, completion), "prompt_logprobs": shown})
         return {"choices": choices}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:
@@ -101,8 +101,8 @@ class Completion(Generation):
         for completion in output.outputs:
             choice = choices.get(completion.index)
             if choice is None:
-                choice = choices[completion.index] = _Choice(self, index, completion.index, positions)
-            part = choice.part(completion)
+                choice = choices[completion.index] = _Choice(index * self.n + completion.index, index, positions)
+            part = choice.part(self, completion)
             if part["text"] or part["finish_reason"] or part["logprobs"] or "token_ids" in part:
                 yield {"choices": [part]}
 
@@ -110,45 +110,42 @@ class Completion(Generation):
 class _Choice:
     """One choice of the response, or the state of one in a stream."""
 
-    def __init__(
-        self, job: Completion, prompt_index: int, index: int, positions: Sequence[TokenLogprobs | None] | None
-    ) -> None:
-        self.job = job
-        self.index = prompt_index * job.n + index
+    def __init__(self, index: int, prompt_index: int, positions: Sequence[TokenLogprobs | None] | None) -> None:
+        self.index = index
         self.prompt_index = prompt_index
         self.positions = positions
         self.offset = 0
         self.begun = False
 
-    def part(self, output: CompletionOutput) -> dict[str, Any]:
+    def part(self, job: Completion, output: CompletionOutput) -> dict[str, Any]:
         """Return the choice with the text of `output`; the first time, with echo, preceded by the prompt."""
-        body = self.job.body
+        body = job.body
         text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or [])
-        if self.job.only_prompt:
+        if job.only_prompt:
             text, token_ids, positions = "", [], []
         shown_ids: list[int] = token_ids
         shown_positions: list[TokenLogprobs | None] = [*positions]
-        prompt_ids = self.job.streams[self.prompt_index].prompt_token_ids
+        prompt_ids = job.streams[self.prompt_index].prompt_token_ids
         first = not self.begun
         self.begun = True
         if first and body.echo:
-            text = self._prompt_text(prompt_ids) + text
+            text = self._prompt_text(job, prompt_ids) + text
             shown_ids, shown_positions = prompt_ids + token_ids, [*(self.positions or []), *positions]
         logprobs = None
-        if self.job.shows_logprobs and shown_ids:
+        if job.shows_logprobs and shown_ids:
             logprobs, self.offset = completion_logprobs(
                 shown_ids,
                 shown_positions,
                 self.offset,
                 as_ids=body.return_tokens_as_token_ids,
-                tokenizer=self.job.context.llm.tokenizer,
+                tokenizer=job.context.llm.tokenizer,
             )
         part: dict[str, Any] = {
             "index": self.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": "length" if self.job.only_prompt and output.finished else output.finish_reason,
-            "stop_reason": None if self.job.only_prompt else output.stop_reason,
+            "finish_reason": "length" if job.only_prompt and output.finished else output.finish_reason,
+            "stop_reason": None if job.only_prompt else output.stop_reason,
         }
         if body.return_token_ids:
             part["token_ids"] = token_ids
@@ -156,9 +153,9 @@ class _Choice:
                 part["prompt_token_ids"] = prompt_ids
         return part
 
-    def _prompt_text(self, prompt_ids: list[int]) -> str:
-        prompt, _ = self.job.prompts[self.prompt_index]
-        tokenizer = self.job.context.llm.tokenizer
-        if isinstance(prompt, str) and self.job.body.truncate_prompt_tokens is None:
+    def _prompt_text(self, job: Completion, prompt_ids: list[int]) -> str:
+        prompt, _ = job.prompts[self.prompt_index]
+        tokenizer = job.context.llm.tokenizer
+        if isinstance(prompt, str) and job.body.truncate_prompt_tokens is None:
             return prompt
-        return "" if tokenizer is None else tokenizer.decode(prompt_ids, self.job.body.skip_special_tokens)
+        return "" if tokenizer is None else tokenizer.decode(prompt_ids, job.body.skip_special_tokens)

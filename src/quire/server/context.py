@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -82,6 +82,14 @@ class ServerContext:
         except OverloadedError:
             self.note_rejection("queue_full", model.names[0])
             raise
+
+    def check_any_room(self) -> None:
+        """Raise `OverloadedError`, and count it, if no model could take any request now."""
+        models = self.models.models
+        for model in models[:-1]:
+            with suppress(OverloadedError):
+                return model.llm.check_room()
+        self.check_room(models[-1])
 
     @contextmanager
     def open_request(self, scope: Scope) -> Iterator[None]:

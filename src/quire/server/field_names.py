@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from quire.errors import RequestError, rename_field
 
@@ -25,9 +26,8 @@ class FieldNames:
 
     def __init__(self, fields: Mapping[str, Name], places: Sequence[str] = ()) -> None:
         if places:
-            fields = {MESSAGE: self._place, **fields}
+            fields = {MESSAGE: partial(_place, list(places)), **fields}
         self._fields = [(re.compile(rf"(?:{pattern})(?!\w)"), name) for pattern, name in fields.items()]
-        self._places = list(places)
 
     def translate(self, error: RequestError) -> RequestError:
         """Return the error with the client's name of the field, also in the message."""
@@ -39,13 +39,6 @@ class FieldNames:
                 return rename_field(error, param, new_name + param[found.end() :])
         return error
 
-    def _place(self, found: re.Match[str]) -> str:
-        index = int(found[1])
-        if index >= len(self._places):
-            return found[0]
-        place = self._places[index]
-        return f"{place}.content" if found[2] and place.startswith("messages") else place
-
     @contextmanager
     def translating(self) -> Iterator[None]:
         """Translate errors of the block."""
@@ -53,3 +46,11 @@ class FieldNames:
             yield
         except RequestError as error:
             raise self.translate(error) from None
+
+
+def _place(places: Sequence[str], found: re.Match[str]) -> str:
+    index = int(found[1])
+    if index >= len(places):
+        return found[0]
+    place = places[index]
+    return f"{place}.content" if found[2] and place.startswith("messages") else place

@@ -18,7 +18,7 @@ from quire.server.access_log import log_access, unlogged_paths
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorResponse, HTTPProblem, retry_headers, shutting_down
 from quire.server.limits import Quota, RateLimitError, set_deadline
-from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, UNLIMITED_METHODS, UNLOGGED, route_path
+from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, ENGINE_PATHS, UNLIMITED_METHODS, UNLOGGED, route_path
 from quire.server.relay import is_relayed
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,8 @@ class Gate:
             raise HTTPProblem(
                 503, "the model is being loaded", code="engine_unavailable", headers=retry_headers(2.0), close=True
             )
+        if method == "POST" and path in ENGINE_PATHS:
+            context.check_any_room()  # before the body is read: under overload this is what most requests cost
         if quota is None or method in UNLIMITED_METHODS or CANCEL_PATH.fullmatch(path):
             with context.open_request(scope):
                 await self._app(scope, receive, exchange.send)

@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -111,19 +112,22 @@ class ReceivedBody:
     """The body of one request while its bytes are in memory: until it has been parsed, or the request ends."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
-        self._protocol = protocol
+        # The protocol refers to this too: without cycles a request is freed as it ends, with no garbage collection.
+        self._protocol = weakref.ref(protocol)
+        self._receiving = protocol.receiving
         self.size = 0
         self.began = 0.0  # when its first bytes arrived
 
     def release(self) -> None:
         """Note that the bytes are not needed any more."""
-        self._protocol.receiving.release(self)
+        self._receiving.release(self)
 
     def cut_off(self) -> None:
         """Refuse the rest, because others need the memory."""
         self.release()
         message = f"the body took longer than {BODY_SECONDS:g} s, and others need its memory"
-        self._protocol.refuse(HTTPProblem(408, message, code="request_timeout"))
+        if (protocol := self._protocol()) is not None:
+            protocol.refuse(HTTPProblem(408, message, code="request_timeout"))
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

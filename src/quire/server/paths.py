@@ -33,6 +33,27 @@ UNLOGGED = PROBES | {"/load", "/metrics", STATE_PATH}
 # A key's limits do not count these methods, nor the route that cancels a response, which is how slots become free.
 UNLIMITED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
+# A POST to these submits requests to an engine.
+ENGINE_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/score",
+        "/v1/score",
+    }
+)
 ADMIN_PATHS = frozenset(
     {
         "/sleep",
