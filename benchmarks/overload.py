@@ -2,11 +2,12 @@
 
 Starts a server with the demo model, finds its capacity with a fixed number of clients that ask one request after the
 other, then lets requests arrive at random (Poisson) at that rate and at four times it, whatever happens to the others.
+Both loads take turns, so that a machine that gets slower or faster meanwhile does so for both.
 Prints, for each load, the goodput (answers per second that were complete and whose first token came within the limit),
 the time to be turned away, the time to the first token of those let in, the memory of all processes, and whether a
 front or the engine was replaced.
 
-    python benchmarks/overload.py [--seconds 300] [--max-ttft 2] [SERVE_OPTION ...]
+    python benchmarks/overload.py [--seconds 300] [--rounds 5] [--max-ttft 2] [SERVE_OPTION ...]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Answer:
 class Load:
     """All answers to one load."""
 
-    seconds: float
+    seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
 
@@ -102,10 +103,10 @@ async def closed_loop(port: int, clients: int, seconds: float) -> float:
     return done / seconds
 
 
-async def open_loop(port: int, rate: float, seconds: float, seed: int = 0) -> Load:
-    """Send requests at random times at a mean rate, and wait for all answers."""
+async def open_loop(port: int, rate: float, seconds: float, seed: int, load: Load) -> None:
+    """Send requests at random times at a mean rate, wait for all answers, and add them to `load`."""
     chooser = random.Random(seed)
-    load = Load(seconds)
+    load.seconds += seconds
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(request: bytes) -> None:
@@ -119,7 +120,6 @@ async def open_loop(port: int, rate: float, seconds: float, seed: int = 0) -> Lo
         task.add_done_callback(tasks.discard)
         due += chooser.expovariate(rate)
     await asyncio.gather(*tasks)
-    return load
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -194,11 +194,11 @@ async def measure(port: int, pid: int, args: argparse.Namespace) -> None:
     before = memory(pid)
     print(f"capacity {capacity:.1f} answers/s with {args.clients} clients; memory {before:.0f} MiB")
     idle = [await ask(port, request_bytes(random.Random(seed))) for seed in range(5)]
-    runs: list[tuple[str, Callable[[], Awaitable[Load]]]] = [
-        ("1x", lambda: open_loop(port, capacity, args.seconds, 1)),
-        ("4x", lambda: open_loop(port, 4 * capacity, args.seconds, 2)),
-    ]
-    goodput = [report(name, await run(), args.max_ttft) for name, run in runs]
+    loads = {1: Load(), 4: Load()}
+    for number in range(args.rounds):
+        for times, load in loads.items():
+            await open_loop(port, times * capacity, args.seconds / args.rounds, 2 * number + times, load)
+    goodput = [report(f"{times}x", load, args.max_ttft) for times, load in loads.items()]
     after = [await ask(port, request_bytes(random.Random(seed))) for seed in range(5)]
     first = [percentile([item.first or math.nan for item in items], 0.5) for items in (idle, after)]
     print(
@@ -212,6 +212,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="length of each load")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that each load takes")
     parser.add_argument("--warmup", type=float, default=15.0, help="length of warming up and of finding the capacity")
     parser.add_argument("--clients", type=int, default=32, help="clients while the capacity is found")
     parser.add_argument("--max-ttft", type=float, default=2.0, help="the limit for first tokens [s]")
