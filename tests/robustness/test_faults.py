@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -135,6 +136,11 @@ def test_nothing_is_left_of_a_server_that_is_killed(tmp_path: Path, repetitions:
     show("kill -9 of the server: seconds until its processes are gone", rows)
 
 
+def num_open(server: Server) -> int:
+    """Return how many requests the server has taken that have no complete response."""
+    return int(json.loads(server.get("/load")[1])["server_load"])
+
+
 def drain(server: Server, requests: Load) -> tuple[float, float, float]:
     """Send SIGTERM and try the door; return seconds: to not ready, to the last token, from there to the exit."""
     told = time.monotonic()
@@ -157,6 +163,7 @@ def test_a_server_that_gets_sigterm_finishes_its_requests(tmp_path: Path, repeti
         with serve(tmp_path / f"log{number}.txt") as server:
             expected = expected or undisturbed(server, asked)
             with load(server, asked) as requests:
+                seconds_until(lambda server=server: num_open(server) == STREAMS, most=30)  # type: ignore[misc]
                 requests.wait_for_events(rng.randint(1, STREAMS * 60))
                 rows.append((number, *drain(server, requests)))
                 check(requests.answers(), expected)
