@@ -28,6 +28,9 @@ import msgspec
 from quire.engine_request import EngineRequest
 from quire.errors import ErrorData
 
+# The code of the error with which the engine ends sequences that fit into the KV cache one by one only.
+SEQUENCES_DO_NOT_FIT = "sequences_do_not_fit"
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 

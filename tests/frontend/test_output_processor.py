@@ -118,7 +118,7 @@ def test_all_kinds_of_output_say_the_same(tokens_per_step: int, stop: list[str] 
 def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
     rig = Rig("hello world, hello", tokens_per_step=6)
     state = rig.add(stop=["o w"], logprobs=0)
-    _, aborts = rig.step()
+    _, aborts, _ = rig.step()
     assert aborts == ["r"]
     output = state.take()
     assert output is not None

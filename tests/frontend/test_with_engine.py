@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,13 +104,15 @@ def test_a_search_with_one_beam_is_greedy_and_more_beams_come_best_first(folder:
             assert all(beam.finish_reason == "length" for beam in output.sequences)
 
 
-def test_a_request_that_can_never_fit_fails_alone_and_says_why(folder: Path) -> None:
-    with LLM(str(folder), device="reference", max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=6) as llm:
-        params = SamplingParams(n=8, max_tokens=50, ignore_eos=True)
-        failed, fine = llm.generate(["abc", "abc"], [params, params.clone(n=1)], use_tqdm=False)
-        assert [item.finish_reason for item in failed.outputs] == ["error"] * 8
-        assert isinstance(failed.outputs[0].error, RequestError)
-        assert "6 blocks" in failed.outputs[0].error.message
-        assert fine.outputs[0].finish_reason == "length"
+def test_completions_that_do_not_fit_side_by_side_run_in_turns(folder: Path) -> None:
+    options: dict[str, Any] = {"device": "reference", "max_num_seqs": 8, "max_model_len": 64}
+    prompts = ["abc", list(range(5, 60))]  # the second has three blocks and a bit when its completions begin
+    params = SamplingParams(n=8, max_tokens=50, ignore_eos=True, seed=3, logprobs=1, prompt_logprobs=1)
+    with LLM(str(folder), **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(str(folder), **options, num_gpu_blocks_override=6) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [item.outputs for item in outputs] == [item.outputs for item in expected]
+        assert [item.prompt_logprobs for item in outputs] == [item.prompt_logprobs for item in expected]
         with pytest.raises(RequestError, match="6 blocks"):
             llm.beam_search("abc", BeamSearchParams(beam_width=8, max_tokens=50, ignore_eos=True))

@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import QuireError, RequestError
 from quire.scheduler.in_flight import InFlight, ScheduledStep
-from quire.step import ModelOutput, TokenTopLogprobs, TransferOp
+from quire.step import SEQUENCES_DO_NOT_FIT, ModelOutput, TokenTopLogprobs, TransferOp
 from tests.scheduler.conftest import NOT_FINITE
 
 # ---- budget and chunks ----
@@ -301,7 +301,7 @@ def test_nobody_is_preempted_for_a_request_whose_sequences_do_not_fit_even_alone
     assert r.step().num_scheduled_tokens == {"low0": 1, "low1": 1}
     r.finish()
     assert r.scheduler.stats().num_preemptions == 0
-    assert {r.last[name].error.code for name in wide.engine_request.sequence_ids} == {"request_refused"}
+    assert {r.last[name].error.code for name in wide.engine_request.sequence_ids} == {SEQUENCES_DO_NOT_FIT}
     assert "side by side" in r.last["wide-0"].error.message and "9 blocks of 4 tokens" in r.last["wide-0"].error.message
 
 

@@ -17,7 +17,7 @@ from quire.engine.messages import EngineOutputs
 from quire.engine_request import EngineRequest, LoRARequest, ResumedSequence
 from quire.errors import EngineAsleepError, ErrorData, GenerationError, QuireError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.replay import REST, remaining
+from quire.frontend.replay import REST, in_turns, remaining
 from quire.frontend.stats import FinishedRequest, StatListener
 from quire.outputs import (
     BeamSearchOutput,
@@ -31,7 +31,7 @@ from quire.outputs import (
 )
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.step import BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
+from quire.step import SEQUENCES_DO_NOT_FIT, BeamOutput, PooledData, SequenceOutput, TokenTopLogprobs
 from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -270,6 +270,17 @@ class RequestState:
         sequences = {item.sequence_id: item.progress for item in self.unfinished}
         return [again for item in self.engine_requests for again in remaining(item, sequences)]
 
+    def run_in_turns(self, part: int) -> list[EngineRequest]:
+        """Replace one of its `EngineRequest`s by one for each sequence that has not ended, and return these."""
+        unfinished = [item for item in self.unfinished if item.part == part]
+        found = in_turns(self.engine_requests[part], {item.sequence_id: item.progress for item in unfinished})
+        first, *others = found
+        self.engine_requests = [*self.engine_requests[:part], first, *self.engine_requests[part + 1 :], *others]
+        for item in unfinished[1:]:
+            item.part = len(self._num_preemptions)
+            self._num_preemptions.append(self._num_preemptions[part])
+        return found
+
     def set_beams(self, beams: Sequence[BeamOutput]) -> None:
         """End a beam search with these as its completions."""
         [search] = self.completions
@@ -471,13 +482,15 @@ class OutputProcessor:
             self._sequences[completion.sequence_id] = (state, completion)
         return state
 
-    def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str]]:
+    def process(self, outputs: EngineOutputs) -> tuple[list[RequestState], list[str], list[EngineRequest]]:
         """Apply the outputs of one step.
 
         Returns:
-            The requests that changed, and the engine ids to abort because a stop string was found.
+            The requests that changed, the engine ids to abort because a stop string was found, and engine requests to
+            send for sequences that do not fit into the KV cache together.
         """
         updated: dict[str, RequestState] = {}
+        too_wide: dict[tuple[str, int], RequestState] = {}
         aborts: list[str] = []
         now = outputs.timestamp
         num_prompt_tokens = num_generation_tokens = 0
@@ -494,6 +507,9 @@ class OutputProcessor:
                 continue
             if not output.new_token_ids and output.finish_reason is None:
                 continue  # a part of a prompt
+            if output.error is not None and output.error.code == SEQUENCES_DO_NOT_FIT:
+                too_wide[state.request_id, completion.part] = state
+                continue
             if output.error is not None and not any(item.error for item in state.completions):
                 level = logging.WARNING if output.error.refused else logging.ERROR
                 logger.log(level, "request %s failed in the engine: %s", state.request_id, output.error.message)
@@ -523,7 +539,8 @@ class OutputProcessor:
             listener.on_step(outputs.stats, num_prompt_tokens, num_generation_tokens)
         for state in updated.values():
             state.touch()
-        return list(updated.values()), aborts
+        again = [item for (_, part), state in too_wide.items() for item in state.run_in_turns(part)]
+        return list(updated.values()), aborts, again
 
     def _end_undecodable(self, state: RequestState, error: GenerationError) -> list[str]:
         """End a request whose tokens the tokenizer cannot decode; return the engine ids to abort."""

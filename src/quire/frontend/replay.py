@@ -1,4 +1,5 @@
-"""`remaining`: what is left of a request when its engine dies, for another engine that continues it.
+"""`remaining`: what is left of a request when its engine dies, for another engine that continues it; and `in_turns`:
+the same for the engine that ended it, because its sequences do not fit into the KV cache together.
 
 `output_processor.RequestState` has what was sent to the engine, and the tokens that came back.
 """
@@ -40,6 +41,20 @@ def remaining(request: EngineRequest, sequences: Mapping[str, ResumedSequence]) 
         found.append(_with(request, started, sampling_params=params, resumed=resumed))
     if fresh:
         found.append(_with(request, fresh, request_id=request.request_id + (REST if started else "")))
+    return found
+
+
+def in_turns(request: EngineRequest, sequences: Mapping[str, ResumedSequence]) -> list[EngineRequest]:
+    """Return an engine request for each sequence of a request that has not ended; arguments as for `remaining`.
+
+    Log-probabilities of the prompt are computed again with the first of its sequences only.
+    """
+    found = []
+    for name, progress in sequences.items():
+        [alone] = remaining(request, {name: progress})
+        if name != request.sequence_ids[0]:
+            alone.sampling_params = alone.sampling_params.clone(**WITHOUT_PROMPT_LOGPROBS)
+        found.append(msgspec.structs.replace(alone, request_id=name))
     return found
 
 

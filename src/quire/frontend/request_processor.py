@@ -70,8 +70,10 @@ class RequestProcessor:
 
     def process(self, outputs: EngineOutputs) -> list[RequestState]:
         """Apply the outputs of a step; return the requests that changed. Stop strings end requests in the engine."""
-        updated, aborts = self.outputs.process(outputs)
+        updated, aborts, again = self.outputs.process(outputs)
         self._send_aborts(aborts)
+        for engine_request in again:
+            self._send(engine_request)
         return updated
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.live import LiveRequests
 from quire.scheduler.policy import Policy
 from quire.scheduler.request import Request, RequestStatus, Sequence
-from quire.step import ContinuingSequenceData, NewSequenceData, SchedulerStats
+from quire.step import SEQUENCES_DO_NOT_FIT, ContinuingSequenceData, NewSequenceData, SchedulerStats
 
 WINDOW = 32  # most waiting requests considered in a step; bounds its cost
 ADAPTER_WINDOWS = 8  # the window is so many times larger with LoRA, where some wait for a slot for their adapter
@@ -92,7 +92,7 @@ class Admission:
         self.swaps_prompts = True
         self._version_when_nothing_fitted: tuple[int, int, int] | None = None
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> ErrorData | None:
         """Return why `request` can never run, or None.
 
         One token beyond the prompt must fit, if any is generated, and the first block of each further sequence.
@@ -100,21 +100,23 @@ class Admission:
         num_tokens = request.num_prompt_tokens + (request.engine_request.pooling is None)
         if num_tokens > self.max_model_len:
             more = ", which" if request.engine_request.pooling else "; with one token to generate that"
-            return (
+            return refused(
                 f"the prompt has {request.num_prompt_tokens} tokens{more} exceeds the "
                 f"context of {self.max_model_len} tokens (--max-model-len)"
             )
-        needed = self.kv.num_blocks_for(num_tokens) + self._num_blocks_of_others(request)
+        alone = self.kv.num_blocks_for(num_tokens)
+        needed = alone + self._num_blocks_of_others(request)
         if needed > self.kv.pool.num_blocks:
             and_others = f", and {request.num_sequences} sequences side by side," if request.num_sequences > 1 else ""
-            return (
+            return refused(
                 f"the prompt and one token more{and_others} need {needed} KV blocks, but the whole pool has "
                 f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens, which hold {self.length_limit - 1} "
-                f"tokens; --num-gpu-blocks-override {needed} would be enough"
+                f"tokens; --num-gpu-blocks-override {needed} would be enough",
+                in_turns=alone <= self.kv.pool.num_blocks and _can_run_in_turns(request),
             )
         limit = min(self.max_num_seqs, self.max_num_batched_tokens)
         if request.num_sequences > limit:
-            return (
+            return refused(
                 f"the request has {request.num_sequences} sequences side by side, but max_num_seqs is "
                 f"{self.max_num_seqs} and max_num_batched_tokens {self.max_num_batched_tokens}, so that {limit} would "
                 f"fit; --max-num-seqs {max(self.max_num_seqs, request.num_sequences)} --max-num-batched-tokens "
@@ -434,7 +436,7 @@ class Admission:
             f"the whole pool has {self.kv.pool.num_blocks} blocks of {self.kv.block_size} tokens; ask for fewer "
             f"sequences or tokens; --num-gpu-blocks-override {needed} lets them go on"
         )
-        error = ErrorData("RequestError", message, code="request_refused")
+        error = refused(message, in_turns=_can_run_in_turns(request))
         self.requests.finish(request, RequestStatus.FINISHED_IGNORED, error)
 
     def make_room_ahead(self) -> bool:
@@ -451,6 +453,18 @@ class Admission:
         max_new_tokens = budget if all(map(kv.has_blocks, sequences)) else self.max_model_len
         kv.free_out_of_windows(sequences)
         return kv.num_blocks_needed(sequences, max_new_tokens) <= kv.pool.num_free
+
+
+def refused(message: str, *, in_turns: bool = False) -> ErrorData:
+    """Return the error of a request that cannot run; `in_turns`: its sequences can, each in a request of its own.
+
+    The frontend sends these instead, with the tokens that each has.
+    """
+    return ErrorData("RequestError", message, code=SEQUENCES_DO_NOT_FIT if in_turns else "request_refused")
+
+
+def _can_run_in_turns(request: Request) -> bool:
+    return request.num_sequences > 1 and request.engine_request.beam is None  # the beams of a search need each other
 
 
 def _adapter_ids(requests: Iterable[Request]) -> set[int]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from quire.errors import ErrorData
 from quire.kvcache.prefix_cache import PrefixHit
-from quire.scheduler.admission import WINDOW, Admission, AdmitResult
+from quire.scheduler.admission import WINDOW, Admission, AdmitResult, refused
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
 
@@ -41,19 +42,19 @@ class PrefillFirstPlanner:
         self._last_prefill_seconds = 0.0
         admission.swaps_prompts = False  # a prompt that is not computed is not worth moving
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> ErrorData | None:
         """See `Planner`. The whole prompt counts: what is cached of it now may be evicted before it runs."""
         problem = self.admission.refusal(request)
         if problem is not None:
             return problem
         if request.num_prompt_tokens > self._max_prompt_tokens:
-            return (
+            return refused(
                 f"the prompt has {request.num_prompt_tokens} tokens, but the prefill-first scheduler computes prompts "
                 f"in one step, of at most {self._max_prompt_tokens} tokens (--max-num-batched-tokens); --scheduler "
                 "unified has no such limit"
             )
         if self.can_allocate(request, PrefixHit([[] for _ in self._kv.windows], 0)) is AllocStatus.NEVER:
-            return (
+            return refused(
                 f"the prompt needs {self.admission.num_blocks_alone(request)} KV blocks, but the pool has "
                 f"{self._kv.pool.num_blocks} blocks of {self._kv.block_size} tokens, of which "
                 f"{self.admission.watermark_blocks} are kept free (--watermark)"

@@ -41,7 +41,7 @@ class Planner(Protocol):
 
     admission: Admission
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> ErrorData | None:
         """Return why `request` can never run, or None."""
 
     def plan(self, step: ScheduledStep) -> None:
@@ -82,7 +82,7 @@ class Scheduler:
             self.requests.check_ids(request)
         problem = self.planner.refusal(request)
         if problem is not None:
-            self.requests.refuse(request, ErrorData("RequestError", problem, code="request_refused"))
+            self.requests.refuse(request, problem)
             return
         request.max_total_tokens = min(
             request.num_prompt_tokens + request.engine_request.max_tokens, self.admission.length_limit

@@ -17,6 +17,7 @@ Cost is linear in the sequences scheduled and independent of the number waiting 
 
 from __future__ import annotations
 
+from quire.errors import ErrorData
 from quire.scheduler.admission import WINDOW, Admission, AdmitResult
 from quire.scheduler.in_flight import ScheduledStep
 from quire.scheduler.request import Request, RequestStatus, Sequence
@@ -55,7 +56,7 @@ class UnifiedPlanner:
         # `capacity_version` when no preemption would have made room for the first waiting request.
         self._version_of_vain_search: tuple[int, int, int] | None = None
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> ErrorData | None:
         return self.admission.refusal(request)
 
     def processed(self, step: ScheduledStep) -> None:
