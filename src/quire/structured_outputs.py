@@ -28,7 +28,8 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             object of the form {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}; or
             its JSON text.
         disable_any_whitespace: no blanks between the parts of JSON.
-        disable_additional_properties: properties that a schema does not name are forbidden, unless it allows them.
+        disable_additional_properties: properties that a schema does not name are forbidden, unless it allows them with
+            `additionalProperties`. False: the default of JSON Schema, which allows any; models tend to invent some.
         whitespace_pattern: a regex for the blanks between the parts of JSON.
         property_order: "any" admits the properties of an object in any order, "schema" only in that of the schema.
     """
@@ -40,7 +41,7 @@ class StructuredOutputParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool = True
     whitespace_pattern: str | None = None
     property_order: str = "any"
 

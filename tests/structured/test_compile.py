@@ -39,11 +39,10 @@ def compiled(**form: Any) -> str:
         ({"json": PERSON, "property_order": "schema"}, [NAME_FIRST], [AGE_FIRST]),
         ({"json": PERSON, "disable_any_whitespace": True}, ['{"name":"A","age":3}'], [NAME_FIRST]),
         ({"json": PERSON, "whitespace_pattern": "\\t?"}, ['{\t"name"\t:"A",\t"age":3}'], [NAME_FIRST]),
-        (
-            {"json": {"type": "object", "properties": {"a": {}}}, "disable_additional_properties": True},
-            ["{}", '{"a": 1}'],
-            ['{"b": 1}'],
-        ),
+        ({"json": {"properties": {"a": {}}}}, ["{}", '{"a": 1}', "3"], ['{"b": 1}']),
+        ({"json": {"properties": {"a": {}}, "additionalProperties": True}}, ['{"b": 1}'], []),
+        ({"json": {"properties": {"a": {}}}, "disable_additional_properties": False}, ['{"b": 1}'], []),
+        ({"json": {"type": "object"}}, ['{"b": 1}'], ["3"]),
     ],
 )
 def test_texts_of_a_form(form: dict[str, Any], good: list[str], bad: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ def spellings(value: Any) -> Iterator[str]:
     yield json.dumps(value, ensure_ascii=False, indent=2)
     yield json.dumps(_reversed(value), separators=(",", ":"))
     yield json.dumps(value, indent=4, sort_keys=True)
+
+
+def natural(value: Any) -> Any:
+    """Return a value as models should write it: whole numbers without a point or an exponent."""
+    if isinstance(value, dict):
+        return {key: natural(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [natural(item) for item in value]
+    return int(Decimal(repr(value))) if isinstance(value, float) and value.is_integer() else value
 
 
 def _reversed(value: Any) -> Any:

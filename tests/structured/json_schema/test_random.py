@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.structured.json_schema.errors import SchemaError
-from tests.structured.json_schema.driver import Acceptor, byte_tokenizer, generate, grammar_of, spellings
+from tests.structured.json_schema.driver import Acceptor, byte_tokenizer, generate, grammar_of, natural, spellings
 
 NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"'])
 TEXTS = st.sampled_from(["", "a", "b", "ab", "abc", "aab", "é", '"\\', "\n", "\U0001f600", "7", "a7"])
 NUMBERS = st.one_of(
-    st.integers(-12, 12), st.sampled_from([0.5, -0.5, 1.0, 2.5, -3.0, 1e300, 1e16, 1.5e-7, 10**20, 3.0000000000000004])
+    st.integers(-12, 12), st.sampled_from([0.5, -0.5, 1.0, 2.5, -3.0, 2e22, 1e16, 1.5e-7, 10**20, 3.0000000000000004])
 )
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
 VALUES = st.recursive(
@@ -117,7 +117,7 @@ def check(schema: dict[str, Any], values: list[Any], seed: int) -> str:
     acceptor = Acceptor(grammar)
     for value in values:
         valid = validator.is_valid(value)
-        for text in spellings(value):
+        for text in spellings(natural(value) if valid else value):
             assert acceptor.accepts(text) == valid, (schema, text)
     text = generate(grammar, byte_tokenizer(), random.Random(seed), 150)
     if text is not None:

@@ -24,6 +24,7 @@ from tests.structured.json_schema.driver import (
     generate,
     grammar_of,
     maskbench_groups,
+    natural,
     spellings,
     suite_groups,
 )
@@ -48,7 +49,7 @@ def wrong(groups: Iterator[Group]) -> tuple[int, int, list[str]]:
         accepted += 1
         read = Acceptor(grammar)
         for test in tests:
-            texts = list(spellings(test["data"]))
+            texts = list(spellings(natural(test["data"]) if test["valid"] else test["data"]))
             if any(read.accepts(text) != test["valid"] for text in texts):
                 found.append(f"{name}: {test['description']}")
     return accepted, refused, found

@@ -77,7 +77,7 @@ def add_arguments(builder: GrammarBuilder, notation: Notation, tool: Tool, index
     Raises:
         ToolSchemaError: for a part of the schema that cannot be enforced in this notation.
     """
-    options = JsonOptions(additional_properties=not tool.strict, ordered=tool.strict)
+    options = JsonOptions(additional_properties=False, ordered=tool.strict)
     schema: dict[str, Any] = {} if unenforced else dict(tool.parameters)
     try:
         if isinstance(notation, JsonObject):

@@ -83,8 +83,7 @@ def _alternatives(emitter: Emitter, demand: Demand) -> str:
     if strings:
         found[texts.string(regular.alt(*strings))] = None
     listed = [_listed(shape) for shape in shapes if isinstance(shape, NumberShape)]
-    as_floats = emitter.expander.document.draft != 4
-    numbers = [number_language(shape, whole_as_floats=as_floats) for shape in listed if not shape.multiples]
+    numbers = [number_language(shape) for shape in listed if not shape.multiples]
     if numbers:
         found[texts.number(regular.alt(*numbers))] = None
     return " | ".join(found)

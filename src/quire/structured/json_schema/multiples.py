@@ -34,14 +34,19 @@ _SHORT = regular.alt(text("0"), cat(chars("123456789"), rep(_D, 0, 14)))  # whol
 
 
 def choices(texts: Texts, shape: NumberShape, *, whole_as_floats: bool, pointer: str) -> list[str]:
-    """Return rules whose union is the numbers of `shape`, which has `multiples`."""
+    """Return rules whose union is the numbers of `shape`, which has `multiples`.
+
+    Args:
+        whole_as_floats: whether a whole number may be written as a float, as 1.0, where no integer is asked for.
+    """
     where = f"{pointer}/multipleOf"
     if shape.whole:
+        whole_as_floats = False
         # A whole multiple of a/b in lowest terms is a multiple of a.
         reduced = frozenset((exact(value).numerator if holds else value, holds) for value, holds in shape.multiples)
         shape = replace(shape, multiples=reduced - {(1, True)})
         if not shape.multiples:
-            return [texts.number(number_language(shape, whole_as_floats=whole_as_floats))]
+            return [texts.number(number_language(shape))]
     sizes = [exact(value) for value, _ in shape.multiples]
     whole = all(size.denominator == 1 for size in sizes)
     plain = whole and not shape.excluded and all(wanted for _, wanted in shape.multiples)
@@ -195,7 +200,7 @@ class _Automaton:
             forms = regular.alt(forms, cat(_SIGN, _SHORT, text("."), behind))
         plain = replace(shape, multiples=frozenset())
         if plain != NumberShape() and (plain != NumberShape(whole=True) or self.places):
-            forms = both(_unbounded(number_language(plain, whole_as_floats=whole_as_floats)), forms)
+            forms = both(_unbounded(number_language(plain)), forms)
         self._languages = [forms]
         self._numbers = {forms: 0}
         self._tables: list[dict[str, int]] = []

@@ -3,7 +3,8 @@
 Three kinds of text: whole numbers ("-12"), decimals ("1.50"), and normalised scientific notation ("1.5e-07", one digit
 that is not 0 before the point). Readers make floats of the last two, so bounds hold for the float that is read: the
 decimal that is written is compared with the shortest decimal of the last float that is inside. Other spellings of
-JSON ("10e2") are left out, except where any number will do.
+JSON ("10e2") are left out, except where any number will do. Integers have the first kind only, though 1.0 is an integer
+for JSON Schema: a model that may write it as "1.000" or "1E00" sometimes does.
 """
 
 from __future__ import annotations
@@ -34,22 +35,18 @@ _SOME_ZEROS = rep(text("0"), 1, _FRACTION)
 
 
 @lru_cache(maxsize=256)
-def number_language(shape: NumberShape, *, whole_as_floats: bool = True) -> Lang:
-    """Return the texts of the numbers in `shape`, its `multiples` aside.
-
-    Args:
-        whole_as_floats: False where 1.0 is no integer (draft 4).
-    """
+def number_language(shape: NumberShape) -> Lang:
+    """Return the texts of the numbers in `shape`, its `multiples` aside."""
     if shape.values is not None:
         return alt(*(_spellings(value) for value in shape.values))
     if shape == NumberShape():
         return alt(_any_whole(), _any_float())
     whole = EMPTY if shape.whole is False else _without(_whole_between, shape)
-    if shape.whole and not whole_as_floats:
+    if shape.whole:
         return whole
     floats = _without(_floats_between, shape)
-    if shape.whole is not None and floats != EMPTY:
-        floats = both(floats, _whole_floats() if shape.whole else _broken_floats())
+    if shape.whole is False and floats != EMPTY:
+        floats = both(floats, _broken_floats())
     return alt(whole, floats)
 
 
@@ -256,18 +253,6 @@ def large_scientific() -> Lang:
 
 
 @lru_cache(maxsize=1)
-def _whole_floats() -> Lang:
-    """Return the decimals and scientific texts that are read as whole numbers."""
-    decimals = cat(_SIGN, rep(_D, 1, None), _POINT, _SOME_ZEROS)
-    found = [decimals, large_scientific()]
-    for exponent in range(16):
-        tail = cat(_POINT, rep(_D, 0, exponent), _ZEROS) if exponent else cat(_POINT, _SOME_ZEROS)
-        some = both(tail, cat(_POINT, rep(_D, 1, None)))
-        found.append(cat(_SIGN, _D, rep(some, 0, 1), _exponent(exponent, exponent)))
-    return alt(*found)
-
-
-@lru_cache(maxsize=1)
 def _broken_floats() -> Lang:
     """Return the decimals and scientific texts that are read as numbers that are not whole.
 
@@ -286,20 +271,21 @@ def _broken_floats() -> Lang:
 
 def _spellings(value: int | float) -> Lang:
     """Return the texts of exactly this number."""
+    if isinstance(value, int):
+        return text(str(value))
     number = exact(value)
     sign = rep(text("-"), 0, 1) if number == 0 else text("-") if number < 0 else EPSILON
-    decimal = abs(Decimal(value) if isinstance(value, int) else Decimal(repr(value)))
+    decimal = abs(Decimal(repr(value)))
     whole, _, part = f"{decimal:f}".partition(".")
     part = part.rstrip("0")
     found = []
-    if number.denominator == 1 and (isinstance(value, int) or Fraction(value) == number):
+    if number.denominator == 1 and Fraction(value) == number:
         found.append(text(whole))
-    if isinstance(value, float) or abs(value) <= 1 << 53:
-        if len(part) <= _FRACTION and len(whole) <= _INTEGER_PART:
-            tail = cat(text(part), rep(text("0"), 0, _FRACTION - len(part))) if part else _SOME_ZEROS
-            found.append(cat(text(whole), _POINT, tail))
-        if number != 0:
-            digits = "".join(map(str, decimal.as_tuple().digits)).rstrip("0")
-            tail = cat(_POINT, text(digits[1:]), _ZEROS) if digits[1:] else rep(cat(_POINT, _SOME_ZEROS), 0, 1)
-            found.append(cat(text(digits[0]), tail, _exponent(decimal.adjusted(), decimal.adjusted())))
+    if len(part) <= _FRACTION and len(whole) <= _INTEGER_PART:
+        tail = cat(text(part), rep(text("0"), 0, _FRACTION - len(part))) if part else _SOME_ZEROS
+        found.append(cat(text(whole), _POINT, tail))
+    if number != 0:
+        digits = "".join(map(str, decimal.as_tuple().digits)).rstrip("0")
+        tail = cat(_POINT, text(digits[1:]), _ZEROS) if digits[1:] else rep(cat(_POINT, _SOME_ZEROS), 0, 1)
+        found.append(cat(text(digits[0]), tail, _exponent(decimal.adjusted(), decimal.adjusted())))
     return cat(sign, alt(*found))
