@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 from quire.errors import RequestError, UnsupportedError, echo
 
 INT64_MAX = 2**63 - 1
+FLOAT64_MAX = sys.float_info.max
 MAX_TEXT_LENGTH = 1024
 
 # Fields that are known but not honoured, each with the values that are accepted because they ask for nothing.

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from quire.checks import (
+    FLOAT64_MAX,
     INT64_MAX,
     MAX_TEXT_LENGTH,
     check_bool,
@@ -34,15 +35,18 @@ from quire.structured_outputs import StructuredOutputParams
 
 logger = logging.getLogger(__name__)
 
-MAX_N = 128
+MAX_N = 16384
+MAX_BEAM_WIDTH = 128
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 128
+MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_REPETITION_PENALTY = 10.0
 GREEDY_EPSILON = 1e-5
+MAX_TEMPERATURE = 1e30  # above it the inverse has no normal float32; all tokens are equally likely long before
 MIN_TEMPERATURE = 0.01  # below it logits of ordinary size overflow; less means greedy or is raised to it
 MAX_SEQUENCE_BREAKERS = 16
 MAX_BREAKER_LENGTH = 40
@@ -113,6 +117,20 @@ def _integer(low: int, high: int = INT64_MAX) -> Check:
 def _integer_or_unset(low: int) -> Check:
     """An integer of which -1 means None."""
     return lambda name, value: None if check_int(name, value, low, INT64_MAX) == -1 else value
+
+
+def _check_truncation(name: str, value: Any) -> int:
+    return value if value == -1 and type(value) is int else check_int(name, value, 1, INT64_MAX)
+
+
+def _check_n(name: str, value: Any) -> int:
+    if isinstance(value, float):  # the first argument, where a temperature is expected by many
+        raise RequestError(
+            f"n must be an integer, got {value:g}; for a temperature write temperature={value:g}",
+            param=name,
+            code="invalid_type",
+        )
+    return check_int(name, value, 1, MAX_N)
 
 
 def _strings(most: int, longest: int = MAX_TEXT_LENGTH) -> Check:
@@ -260,17 +278,19 @@ check_structured_outputs = partial(as_struct, kind=StructuredOutputParams)
 
 
 def check_best_of(value: Any, n: int) -> int:
-    """Return `best_of` if it is an int within [n, 128]; raise `RequestError` else."""
+    """Return `best_of` if it is an int within [n, `MAX_N`]; raise `RequestError` else."""
     if check_int("best_of", value, 1, MAX_N) < n:
         raise RequestError(f"best_of must be at least n ({n}), got {value}", param="best_of")
     return int(value)
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
+    The fields from `n` to `prompt_logprobs` may be given by position, in vLLM's order.
+
     Attributes:
-        best_of: number of completions to generate, n..128, of which the `n` with the highest sum of log-probabilities
+        best_of: number of completions to generate, n..16384, of which the `n` with the highest sum of log-probabilities
             are returned, best first. None means n. More than n are not streamed, and need a temperature.
         presence_penalty, frequency_penalty: over generated tokens.
         repetition_penalty: over prompt and generated tokens; 1 is off (CTRL, Keskar et al. 2019, sec. 4.1).
@@ -300,21 +320,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     n: Annotated[
         int,
         Option(
-            _integer(1, MAX_N),
+            _check_n,
             "Number of completions per prompt; with beam search, of beams.",
             affects="number",
             frontend=True,
         ),
     ] = 1
-    best_of: Annotated[
-        int | None,
-        Option(
-            _integer(1, MAX_N),
-            "Number of completions to generate, of which the n most likely are returned.",
-            affects="number",
-            frontend=True,
-        ),
-    ] = None
     presence_penalty: Annotated[
         float, Option(_number(-2.0, 2.0), "Subtracted from the logits of tokens generated before.", names=OLLAMA)
     ] = 0.0
@@ -337,7 +348,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     temperature: Annotated[
         float,
         Option(
-            _number(0.0, 2.0),
+            _number(0.0, FLOAT64_MAX),
             "Sampling temperature; 0 is greedy decoding, higher values are more random.",
             names=HF_OLLAMA,
         ),
@@ -371,15 +382,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ] = None
     stop: Annotated[
         list[str] | str | None,
-        Option(_strings(MAX_STOP_STRINGS), "Text that ends the output; may be repeated.", names=OLLAMA, tokenizer=True),
+        Option(
+            _strings(MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            "Text that ends the output; may be repeated.",
+            names=OLLAMA,
+            tokenizer=True,
+        ),
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,
         Option(_token_ids(MAX_STOP_TOKEN_IDS), "Token id that ends the output; may be repeated.", token_ids=True),
-    ] = None
-    bad_words: Annotated[
-        list[str] | None,
-        Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.", tokenizer=True),
     ] = None
     ignore_eos: Annotated[bool, Option(check_bool, "Continue after the end-of-sequence token.")] = False
     max_tokens: Annotated[
@@ -399,6 +411,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: Annotated[
         int | None, Option(_check_logprobs, "The same for each token of the prompt.", affects="prompt_logprobs")
     ] = None
+    best_of: Annotated[
+        int | None,
+        Option(
+            _integer(1, MAX_N),
+            "Number of completions to generate, of which the n most likely are returned.",
+            affects="number",
+            frontend=True,
+        ),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        Option(_strings(MAX_BAD_WORDS), "Text that may not be generated; may be repeated.", tokenizer=True),
+    ] = None
     logit_bias: Annotated[
         dict[int, float] | None,
         Option(_check_logit_bias, "JSON object that maps token ids to numbers added to their logits."),
@@ -412,7 +437,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ),
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, Option(_integer(1), "Keep only this number of tokens at the end of the prompt.", affects="prompt")
+        int | None,
+        Option(
+            _check_truncation,
+            "Keep only this number of tokens at the end of the prompt; -1: as many as leave room for max_tokens.",
+            affects="prompt",
+        ),
     ] = None
     structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, frontend=True)] = None
     thinking_token_budget: Annotated[
@@ -459,7 +489,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_clone: Annotated[bool, Option(check_bool)] = False
     repetition_detection: Annotated[RepetitionDetectionParams | None, Option(_check_repetition)] = None
     logits_processors: Annotated[list[LogitsProcessorParams] | None, Option(_check_processors)] = None
-    extra_args: Annotated[dict[str, Any] | None, Option(_check_object, needs=("logits_processors",))] = None
+    extra_args: Annotated[dict[str, Any] | None, Option(_check_object)] = None
     typical_p: Annotated[
         float,
         Option(
@@ -552,6 +582,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.bad_words = self.bad_words or []
         if self.greedy:  # the likeliest token survives all three
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature > MAX_TEMPERATURE:
+            self.temperature = MAX_TEMPERATURE
         elif self.temperature < MIN_TEMPERATURE:
             logger.warning("temperature %g is raised to %g; 0 is greedy", self.temperature, MIN_TEMPERATURE)
             self.temperature = MIN_TEMPERATURE
@@ -654,7 +686,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             `SamplingParams`.
     """
 
-    beam_width: Annotated[int, Option(_integer(1, MAX_N))]
+    beam_width: Annotated[int, Option(_integer(1, MAX_BEAM_WIDTH))]
     max_tokens: Annotated[int, Option(_integer(1))] = 16
     ignore_eos: Annotated[bool, Option(check_bool)] = False
     temperature: Annotated[float, Option(_number(0.0, 0.0))] = 0.0
@@ -662,7 +694,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     early_stopping: Annotated[bool | str, Option(_check_early_stopping)] = False
     include_stop_str_in_output: Annotated[bool, Option(check_bool)] = False
     skip_special_tokens: Annotated[bool, Option(check_bool)] = True
-    truncate_prompt_tokens: Annotated[int | None, Option(_integer(1))] = None
+    truncate_prompt_tokens: Annotated[int | None, Option(_check_truncation)] = None
     structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs)] = None
 
     def __post_init__(self) -> None:
@@ -683,12 +715,14 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         rest = dict(fields)
         options = {name: rest.pop(name) for name in ("length_penalty", "early_stopping") if name in rest}
         best_of = rest.pop("best_of", None)
-        temperature = check_float("temperature", rest.pop("temperature", 0.0), 0.0, 2.0)
+        temperature = check_float("temperature", rest.pop("temperature", 0.0), 0.0, FLOAT64_MAX)
         if temperature != 0.0:
             raise UnsupportedError(
                 f"temperature must be 0 or absent with beam search, got {temperature:g}", param="temperature"
             )
         params = SamplingParams(**rest)
+        width = params.n if best_of is None else check_best_of(best_of, params.n)
+        check_int("n" if best_of is None else "best_of", width, 1, MAX_BEAM_WIDTH)
         neutral = SamplingParams(top_k=min(params.top_k, 0), output_kind=params.output_kind)  # 0 and -1 are the same
         shared = set(cls.__struct_fields__) & set(SamplingParams.__struct_fields__)
         for name in SamplingParams.__struct_fields__:  # a seed cannot change the result of a search
@@ -697,7 +731,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         taken = {name: getattr(params, name) for name in shared - {"temperature"}} | options
         if taken["max_tokens"] is None:
             taken["max_tokens"] = most_tokens
-        return cls(beam_width=params.n if best_of is None else check_best_of(best_of, params.n), **taken)
+        return cls(beam_width=width, **taken)
 
     def clone(self, **changes: Any) -> BeamSearchParams:
         """Return a copy with some fields replaced (and all of them checked again)."""

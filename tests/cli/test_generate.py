@@ -168,7 +168,7 @@ def test_beams(quire, fake_llm):
         (["-p", "x", "-i", "y"], "prompt contradicts input"),
         (["-i", "/no/such/file"], "/no/such/file"),
         (["-p", ""], "--prompt"),
-        (["-p", "x", "--temperature", "3"], "temperature"),
+        (["-p", "x", "--temperature", "inf"], "temperature"),
         (["-p", "x", "--top-p", "0"], "top_p"),
         (["-p", "x", "--min-tokens", "9", "--max-tokens", "3"], "min_tokens"),
         (["-p", "x", "--stop", ""], "stop"),

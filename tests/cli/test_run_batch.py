@@ -118,11 +118,11 @@ def test_bad_lines_are_named_and_the_others_go_on(batch: Any, engine: Engine) ->
 
 def test_what_the_server_refuses_has_its_answer(batch: Any, engine: Engine) -> None:
     result = batch(
-        [line("a", temperature=9), line("b", model="nope"), line("c", "/v1/embeddings", prompt=None, input="x")]
+        [line("a", temperature=-1), line("b", model="nope"), line("c", "/v1/embeddings", prompt=None, input="x")]
     )
     assert result.code == 1
     got = [(item["response"]["status_code"], item["response"]["body"]["error"]["code"]) for item in result.lines]
-    assert got == [(400, "decimal_above_max_value"), (404, "model_not_found"), (400, "unsupported_endpoint")]
+    assert got == [(400, "decimal_below_min_value"), (404, "model_not_found"), (400, "unsupported_endpoint")]
     assert all(item["error"] is None for item in result.lines)
 
 

@@ -122,8 +122,8 @@ def test_other_methods(way: Way, program: Program) -> None:
 
 
 def test_errors(way: Way, program: Program, write_body: WriteBody) -> None:
-    [response] = program.send("POST", way.url + CHAT, KEY, write_body(temperature=3))
-    check_error(response, 400, "decimal_above_max_value")
+    [response] = program.send("POST", way.url + CHAT, KEY, write_body(temperature=-1))
+    check_error(response, 400, "decimal_below_min_value")
     [response] = program.send("POST", way.url + CHAT, "wrong", write_body())
     check_error(response, 401, "invalid_api_key")
     for path in ("/v1/nothing", CHAT + "/"):

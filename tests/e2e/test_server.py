@@ -111,7 +111,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 
 def test_bad_requests_are_answered_and_the_next_one_is_served(server: Server, client: openai.OpenAI) -> None:
     for body, code in (
-        ({"prompt": "a", "temperature": 9}, "decimal_above_max_value"),
+        ({"prompt": "a", "temperature": -1}, "decimal_below_min_value"),
         ({"prompt": [99999]}, "invalid_value"),
         ({"prompt": "a", "max_tokens": "5"}, "invalid_type"),
         ({"prompt": "a " * 5000}, "context_length_exceeded"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -121,6 +122,18 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
         end, stop = expected
         assert checker.matched == stop
         assert out == (text[:end] if include else text[: end - len(stop)])
+
+
+def test_many_long_stop_strings_cost_little() -> None:
+    stops = ["a" * 99 + "b" * 925 + str(number) for number in range(127)] + ["a" * 900 + "c"]
+    checker = StopChecker(stops, include=False)
+    assert checker.add("x" + "a" * 800) == "x"
+    before = time.thread_time()
+    for _ in range(99):
+        assert checker.add("a") == ""
+    assert checker.add("b") == "a" * 800
+    assert checker.add("c") == "a" * 99 + "bc"
+    assert time.thread_time() - before < 2.0
 
 
 def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:

@@ -178,6 +178,9 @@ def test_truncation_keeps_the_end_of_the_prompt() -> None:
         params = SamplingParams(truncate_prompt_tokens=keep)
         assert make().tokenize("hello world, how are you", params) == ids[-keep:]
         assert make().tokenize(ids, params) == ids[-keep:]
+    make_room = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10)
+    assert len(make().tokenize(ids * 1000, make_room)) == make().max_model_len - 10
+    assert make().tokenize(ids, make_room) == ids
     long = "hello " * 200_000 + "the end"
     assert tokenizer.decode(make().tokenize(long, SamplingParams(truncate_prompt_tokens=8)))[-7:] == "the end"
     counting = CountingTokenizer(small_tokenizer()._backend)
@@ -295,7 +298,7 @@ def test_defaults_come_from_the_model() -> None:
 
 def test_bad_defaults_blame_the_model() -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: temperature"):
-        make(sampling_defaults={"temperature": 9.0})
+        make(sampling_defaults={"temperature": -1.0})
 
 
 def test_the_callers_parameters_are_not_shared_with_the_engine() -> None:

@@ -13,6 +13,30 @@ from quire.sampling_params import MIROSTAT_REPLACES, RequestOutputKind, with_rec
 from tests.helpers.errors import refused
 
 
+def test_the_first_fields_may_be_given_by_position() -> None:
+    params = SamplingParams(3, 0.1, 0.2, 1.3, 0.4, 0.5, 6, 0.07, 8, "stop", [9], True, 10, 2, 4, 5)
+    assert params == SamplingParams(
+        n=3,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.3,
+        temperature=0.4,
+        top_p=0.5,
+        top_k=6,
+        min_p=0.07,
+        seed=8,
+        stop="stop",
+        stop_token_ids=[9],
+        ignore_eos=True,
+        max_tokens=10,
+        min_tokens=2,
+        logprobs=4,
+        prompt_logprobs=5,
+    )
+    with refused("n", "invalid_type", match="n must be an integer, got 0.8; for a temperature write temperature=0.8"):
+        SamplingParams(0.8)  # type: ignore[arg-type]
+
+
 def test_best_of_is_how_many_are_generated() -> None:
     assert SamplingParams().num_sequences == 1
     assert SamplingParams(n=3).num_sequences == 3
@@ -25,7 +49,7 @@ def test_best_of_is_how_many_are_generated() -> None:
     ("fields", "code", "match"),
     [
         ({"best_of": 0}, "integer_below_min_value", "best_of must be at least 1"),
-        ({"best_of": 129}, "integer_above_max_value", "best_of must be at most 128"),
+        ({"best_of": 16385}, "integer_above_max_value", "best_of must be at most 16384"),
         ({"best_of": 2.0}, "invalid_type", "best_of must be an integer"),
         ({"best_of": True}, "invalid_type", "best_of must be an integer"),
         ({"n": 3, "best_of": 2}, "invalid_value", r"best_of must be at least n \(3\), got 2"),
@@ -111,6 +135,7 @@ NOT_FOR_BEAMS: dict[str, Any] = {
     "skip_clone": True,
     "repetition_detection": {"max_pattern_size": 3},
     "logits_processors": ["x"],
+    "extra_args": {"a": 1},
     "typical_p": 0.5,
     "top_n_sigma": 1.0,
     "xtc_probability": 0.5,
@@ -126,7 +151,6 @@ NOT_FOR_BEAMS: dict[str, Any] = {
 DEPENDENT: dict[str, tuple[Any, str]] = {
     "prompt_logprob_start": (1, "prompt_logprobs"),
     "flat_logprobs": (True, "logprobs"),
-    "extra_args": ({"a": 1}, "logits_processors"),
     "xtc_threshold": (0.2, "xtc_probability"),
     "dry_base": (2.0, "dry_multiplier"),
     "dry_allowed_length": (3, "dry_multiplier"),

@@ -82,7 +82,7 @@ def request(rng: random.Random) -> tuple[str, dict[str, Any], int]:
         ("/v1/responses", {"model": "quire-demo", "input": words or "a", "max_output_tokens": 20}, 200),
         ("/v1/messages", {"model": "quire-demo", "messages": messages, "max_tokens": 20}, 200),
         ("/api/chat", {"model": "quire-demo", "messages": messages, "options": {"num_predict": 10}}, 200),
-        ("/v1/completions", {**small, "prompt": "a", "temperature": 9}, 400),
+        ("/v1/completions", {**small, "prompt": "a", "temperature": -1}, 400),
         ("/v1/chat/completions", {**chat, "model": "none"}, 404),
         ("/v1/chat/completions", {**chat, "response_format": {"type": "json_schema", "json_schema": {}}}, 400),
     ]

@@ -111,6 +111,9 @@ FINE: list[dict[str, Any]] = [
     {"user": "me", "metadata": {"a": {"b": 1}}, "store": False, "service_tier": "auto", "length_penalty": 1.0},
     {"top_k": -1, "top_p": 1, "temperature": 0, "min_p": 0, "seed": -1},
     {"prompt": [[5], [6, 7]], "logit_bias": {"5": 100, "6": -100}},
+    {"temperature": 1e300},
+    {"vllm_xargs": {"a": 1}},
+    {"stop": ["x" * 1024, *"abcdefgh"] * 14},
     {"stop": ["\n", "x"], "stop_token_ids": [9], "bad_words": ["foo"]},
     {"structured_outputs": {"grammar": 'start: start "a" | "b"'}},
 ]

@@ -155,6 +155,8 @@ def test_a_conversation_beyond_the_context_fits_once_truncated(server: LiveServe
     answer = chat(server, messages=messages, truncate_prompt_tokens=24)
     assert answer["usage"]["prompt_tokens"] == 24
     assert prompt_of(server).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    answer = chat(server, messages=messages, truncate_prompt_tokens=-1, max_tokens=6)
+    assert answer["usage"]["prompt_tokens"] == 250
 
 
 def test_an_answer_that_is_long() -> None:

@@ -166,7 +166,7 @@ def test_all_alternatives_of_a_token(served: LiveServer) -> None:
     answer = chat(served, "hi", logprobs=True, top_logprobs=-1, max_tokens=1)
     [token] = answer["choices"][0]["logprobs"]["content"]
     assert len(token["top_logprobs"]) == served.llm.vocab_size
-    body = {"model": "fake", "messages": HI, "logprobs": True, "top_logprobs": -1, "n": 50}
+    body = {"model": "fake", "messages": HI, "logprobs": True, "top_logprobs": -1, "n": 100}
     check_error(post(served, CHAT, body), 400, "invalid_value", "logprobs")
 
 

@@ -31,6 +31,16 @@ def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
     return streams.stream(server, COMPLETIONS, {"model": "fake", "prompt": "ab", **body})
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_field_that_changes_nothing_here_is_named_in_a_header(server: LiveServer, streamed: bool) -> None:
+    body = {"model": "fake", "prompt": "ab", "stream": streamed}
+    response = server.http.post(COMPLETIONS, json={**body, "priority": 3})
+    assert response.status_code == 200
+    warning = "priority has no effect: this server runs with --scheduling-policy fcfs"
+    assert response.headers["x-quire-warning"] == warning
+    assert "x-quire-warning" not in server.http.post(COMPLETIONS, json=body).headers
+
+
 def test_an_answer(server: LiveServer) -> None:
     answer = complete(server)
     assert answer["id"].startswith("cmpl-")

@@ -87,8 +87,8 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: LiveServer) -
     assert missing.value.code == "model_not_found"
     assert missing.value.param == "model"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="fake", messages=HI, temperature=3)
-    assert (bad.value.code, bad.value.param) == ("decimal_above_max_value", "temperature")
+        client.chat.completions.create(model="fake", messages=HI, temperature=-1)
+    assert (bad.value.code, bad.value.param) == ("decimal_below_min_value", "temperature")
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="fake", prompt="x" * 500)
     assert long.value.code == "context_length_exceeded"

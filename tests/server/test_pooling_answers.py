@@ -256,7 +256,6 @@ def test_other_dialects_say_it_in_their_words(embedder: LiveServer) -> None:
             "integer_below_min_value",
             "truncate_prompt_tokens",
         ),
-        ("/v1/embeddings", {"input": "a", "priority": 1}, "unsupported_parameter", "priority"),
         ("/pooling", {"input": "a", "task": "classify"}, "unsupported_endpoint", "model"),
         ("/classify", {"input": "a"}, "unsupported_endpoint", "model"),
         ("/score", {**SIDES, "instruction": "judge"}, "invalid_value", "instruction"),

@@ -9,6 +9,7 @@ could be the beginning of one, so never more than the longest stop string less o
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -110,10 +111,12 @@ class StopChecker:
         stops: the strings. include: whether the text handed out keeps the match.
     """
 
-    __slots__ = ("_buffer", "_include", "_keep", "_released", "_stops", "matched")
+    __slots__ = ("_buffer", "_firsts", "_include", "_keep", "_ordered", "_released", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = sorted(stops, key=len, reverse=True)
+        self._ordered = sorted(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._include = include
         self._keep = max((len(stop) for stop in stops), default=1) - 1
         self._buffer = ""  # end of the text: what a match could still begin in
@@ -154,15 +157,13 @@ class StopChecker:
 
     def _held(self, buffer: str) -> int:
         """Length of the longest end of the buffer that begins a stop string."""
-        most = 0
-        for stop in self._stops:
-            start = max(0, len(buffer) - len(stop) + 1)
-            while (start := buffer.find(stop[0], start)) >= 0 and len(buffer) - start > most:
-                if stop.startswith(buffer[start:]):
-                    most = len(buffer) - start
-                    break
-                start += 1
-        return most
+        for start in range(max(0, len(buffer) - self._keep), len(buffer)):
+            if buffer[start] in self._firsts:
+                end = buffer[start:]
+                place = bisect_left(self._ordered, end)  # a string that begins with it is the first one behind it
+                if place < len(self._ordered) and self._ordered[place].startswith(end):
+                    return len(end)
+        return 0
 
     def flush(self) -> str:
         """Return what was held back, when no more text comes."""

@@ -99,22 +99,30 @@ class InputProcessor:
         content, where = split_prompt(prompt, param)
         self.check_kind(params)
         pooled = isinstance(params, PoolingParams)
-        keep = params.truncate_prompt_tokens
-        most = self.max_model_len if keep is None or keep == -1 else min(keep, self.max_model_len)
+        most = self.truncation(params)
         if isinstance(content, str):
-            token_ids = self._encode(content, None if keep is None else most, where, pooled)
+            token_ids = self._encode(content, most, where, pooled)
             check_ids(token_ids, self.vocab_size, where, text=True)
         else:
-            if keep is None:  # millions of ids need not be looked at
+            if most is None:  # millions of ids need not be looked at
                 self.limit.check_length(len(content), where, room=0 if pooled else 1)
             check_ids(content, self._vocab_size(lora), where, text=isinstance(content, TokensOfText))
             token_ids = list(content)
-        if keep is not None:  # what is pooled keeps its beginning, what is continued its end
-            token_ids = token_ids[:most] if pooled else token_ids[-keep:]
+        if most is not None:  # what is pooled keeps its beginning, what is continued its end
+            token_ids = token_ids[:most] if pooled else token_ids[-most:]
         if not token_ids:
             raise RequestError(f"{where} has no tokens", param=where, code="empty_array")
         self.limit.check_length(len(token_ids), where, room=0 if pooled else 1)
         return token_ids
+
+    def truncation(self, params: Params) -> int | None:
+        """Return how many tokens `truncate_prompt_tokens` keeps of a prompt; None for all of them."""
+        keep = params.truncate_prompt_tokens
+        if keep != -1:
+            return keep if keep is None else min(keep, self.max_model_len)
+        if isinstance(params, PoolingParams):
+            return self.max_model_len
+        return max(1, self.max_model_len - (params.max_tokens or 1))
 
     def check_kind(self, params: Params) -> None:
         """Raise `UnsupportedError` for vectors from a model of texts, and for text from one that makes vectors."""

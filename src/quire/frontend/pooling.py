@@ -104,8 +104,7 @@ def pair_input(
     spec, tokenizer = spec_of(front), front.tokenizer
     if tokenizer is None:
         raise RequestError("pairs of texts need a tokenizer, and this engine runs without one (skip_tokenizer_init)")
-    keep = params.truncate_prompt_tokens
-    most = None if keep is None else processor.max_model_len if keep == -1 else min(keep, processor.max_model_len)
+    most = processor.truncation(params)
     if most is None:
         processor.limit.check_chars(len(query) + len(document), param)
     else:

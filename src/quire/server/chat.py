@@ -97,7 +97,7 @@ class ChatCompletion(Generation):
         token_ids = await self.context.llm.chat_prompt(
             self.messages,
             **self.template_arguments,
-            truncate_prompt_tokens=self.params.truncate_prompt_tokens,
+            truncate_prompt_tokens=self.context.llm.processor.truncation(self.params),
             wait=self.context.until_disconnect,
         )
         await check_template(self.context, self.body, self.tools)

@@ -152,6 +152,10 @@ class ModelContext:
         """Wait for work, or until the client is gone: then raise `ClientGoneError`."""
         return await until_disconnect(self.request.receive, work)
 
+    def warn(self, field: str, message: str) -> None:
+        """Say in a header of the response that a field of the request changes nothing, and why."""
+        self.state.setdefault("warnings", {})[field] = message
+
     @property
     def key_digest(self) -> bytes | None:
         """Digest of the API key that the request was sent with."""

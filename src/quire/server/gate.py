@@ -127,18 +127,21 @@ class _Exchange:
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
         self.request_id = given[0].decode() if valid else str(uuid.uuid4())
-        scope.setdefault("state", {})["request_id"] = self.request_id
+        self._state = scope.setdefault("state", {})
+        self._state["request_id"] = self.request_id
         self.relayed = is_relayed(scope)
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """Pass a message on; the head of the response gets the request id and the key's limits."""
+        """Pass a message on; the head of the response gets the request id, warnings and the key's limits."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             if self.timed and not any(value.startswith(b"text/event-stream") for _, value in message["headers"]):
                 milliseconds = 1000 * (time.perf_counter() - self.started)
                 message["headers"].append((b"openai-processing-ms", b"%.3f" % milliseconds))
+            for field, warning in self._state.get("warnings", {}).items():
+                message["headers"].append((b"x-quire-warning", f"{field} {warning}".encode()))
             if self.quota is not None:
                 message["headers"] += await self.quota.headers()
         await self._send(message)

@@ -37,8 +37,7 @@ from quire.server.tracing import traced_parameters
 Positions = Sequence[TokenLogprobs | None]
 
 MAX_PROMPTS = 256
-MAX_SEQUENCES = 1024
-MAX_ENTRIES = 8192
+MAX_ENTRIES = 16384  # sequences of a request, each with the alternatives per token
 YIELD_EVERY = 4
 MAX_RESPONSE_ENTRIES = 2**22
 MAX_BATCH_BYTES = 65536  # of a stream that are encoded before other requests have their turn
@@ -122,32 +121,26 @@ def check_stream_fields(body: GenerationRequest) -> None:
 
 
 def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
-    """Raise `RequestError` if a request exceeds the bounds on sequences, or on sequences times alternatives per token.
+    """Raise `RequestError` for more than `MAX_ENTRIES` sequences times (1 + alternatives per token).
 
-    Called before any prompt is tokenized.
+    Called before any prompt is tokenized. One sequence may always have as many alternatives as the server gives.
 
     Args:
-        field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are; one sequence
-            may always have so many.
+        field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are.
     """
     logprobs, each = 0, num_sequences(params)
     if not isinstance(params, BeamSearchParams):
         counts = (params.num_logprobs, params.prompt_logprobs)
         logprobs = max(vocab_size if count == -1 else count or 0 for count in counts)
     sequences = num_prompts * each
-    entries = sequences * (1 + logprobs)
-    if sequences > MAX_SEQUENCES:
-        raise RequestError(
-            f"{num_prompts} prompts times {field} = {each} are {sequences} sequences; one request may have "
-            f"{MAX_SEQUENCES}",
-            param=field if each > 1 else "prompt",
-        )
-    most = max(MAX_ENTRIES, 1 + vocab_size)
-    if entries > most:
-        raise RequestError(
-            f"{sequences} sequences with so many logprobs are {entries} entries per token; one request may have {most}",
-            param="logprobs",
-        )
+    if sequences == 1 or sequences * (1 + logprobs) <= MAX_ENTRIES:
+        return
+    param = "logprobs" if sequences <= MAX_ENTRIES else field if each > 1 else "prompt"
+    raise RequestError(
+        f"{num_prompts} prompts times {field} = {each} times (1 + {logprobs} logprobs) are "
+        f"{sequences * (1 + logprobs)} entries per token; one request may have {MAX_ENTRIES}",
+        param=param,
+    )
 
 
 Chunk = dict[str, Any]  # of a stream

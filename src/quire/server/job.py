@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.checks import INT64_MAX, check_int
-from quire.errors import OverloadedError, QuireError, UnsupportedError
+from quire.errors import OverloadedError, QuireError
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.prompts import Params, Prompt
 from quire.server.access_log import log_prompt
@@ -27,9 +27,6 @@ class EngineJob:
     Attributes:
         response_id, created, model: as in the response. streams: one per prompt, appended as they are submitted.
         deadline: None if there is none.
-
-    Raises:
-        UnsupportedError: the body has a priority, and the server another scheduling policy.
     """
 
     def __init__(self, context: ModelContext, body: EngineBody, response_id: str) -> None:
@@ -44,9 +41,7 @@ class EngineJob:
         self._reserved: Held | None = None
         policy = context.config.scheduler.scheduling_policy
         if body.priority != 0 and policy != "priority":
-            raise UnsupportedError(
-                f"priority needs a server with --scheduling-policy priority; this one has {policy}", param="priority"
-            )
+            context.warn("priority", f"has no effect: this server runs with --scheduling-policy {policy}")
 
     def register(self, parameters: Mapping[str, Any], given_id: str | None = None) -> None:
         """Add this to the server's running jobs, and its record to those of logs, traces and timelines.

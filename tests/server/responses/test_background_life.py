@@ -83,7 +83,7 @@ def test_ending_it_takes_no_place_and_frees_its_own(server: LiveServer, method: 
     assert post(server, "one", background=True).status_code == 200
 
 
-@pytest.mark.parametrize("body", [{"background": True, "temperature": 9}, {"background": True, "input": []}, {}])
+@pytest.mark.parametrize("body", [{"background": True, "temperature": -1}, {"background": True, "input": []}, {}])
 def test_what_is_refused_or_done_holds_no_place(server: LiveServer, body: dict[str, Any]) -> None:
     server.do(server.fake_client.resume)
     for _ in range(3):

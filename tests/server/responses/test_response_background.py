@@ -152,7 +152,7 @@ def test_the_queue_is_bounded_for_them_too(make_server: MakeServer) -> None:
 
 
 def test_errors_before_it_begins_are_answers(server: LiveServer) -> None:
-    check_error(refused(server, background=True, temperature=9), 400, "decimal_above_max_value", "temperature")
+    check_error(refused(server, background=True, temperature=-1), 400, "decimal_below_min_value", "temperature")
     check_error(refused(server, background=True, input="x" * 900), 400, "context_length_exceeded", "input")
     assert server.call(server.context.responses.totals) == (0, 0)
     server.wait_until(lambda: server.context.num_open == 0)
