@@ -101,6 +101,18 @@ def test_one_bad_prompt_and_nothing_is_generated() -> None:
     assert engine.added[0].priority == 3
 
 
+def test_a_bad_prompt_leaves_the_others_alone_if_errors_are_returned() -> None:
+    llm, _ = fake_llm()
+    outputs = quiet(llm, ["ok", "", [1] * 300, "fine"], on_error="return")
+    assert [item.outputs[0].finish_reason == "error" for item in outputs] == [False, True, True, False]
+    assert outputs[1].prompt == "" and outputs[1].finished
+    errors = [item.outputs[0].error for item in outputs]
+    assert isinstance(errors[1], RequestError) and errors[1].param == "prompts[1]"
+    assert isinstance(errors[2], ContextLengthError) and errors[2].param == "prompts[2]"
+    with refused("on_error"):
+        quiet(llm, "a", on_error="ignore")
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Python's own handler of Ctrl-C, also where the tests were started in the background, which ignores it."""

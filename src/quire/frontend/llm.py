@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
+from quire.checks import wrong_value
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.messages import check_sleep_level, check_wake_tags
 from quire.engine_request import LoRARequest
-from quire.errors import UnsupportedError
+from quire.errors import RequestError, UnsupportedError
 from quire.frontend.formats.message import Message as AssistantMessage
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.output_processor import RequestState, beam_search_output
@@ -29,11 +30,12 @@ from quire.frontend.pooling import (
     pooling_inputs,
     spec_of,
 )
-from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, request_inputs
+from quire.frontend.prompts import Prompt, RequestInput, as_prompts, one_each, prompt_text, request_inputs
 from quire.frontend.tools import requested_tools
 from quire.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
+    CompletionOutput,
     EmbeddingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
@@ -86,6 +88,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         lora_request: Adapters = None,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as the engine sees fit; return the outputs in the order of the prompts.
 
@@ -97,6 +100,7 @@ class LLM:
             priority: for all prompts, or one for each; lower runs earlier, with the priority policy.
             tenant: on whose account they run, all of them or each.
             lora_request: the LoRA adapter for all prompts, or one (or None) for each.
+            on_error: with "return", a prompt that is bad leaves the others alone, as does one that fails in the engine.
 
         A request that fails in the engine leaves the others alone: its `outputs` say so, with `finish_reason` "error"
         and an `error` that may be raised.
@@ -104,8 +108,13 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is bad; nothing was generated then. ContextLengthError: too long.
         """
+        if on_error not in ("raise", "return"):
+            raise wrong_value("on_error", "'raise' or 'return'", on_error)
         inputs = self._inputs(as_prompts(prompts), sampling_params)
-        return _outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request))
+        failed: dict[int, RequestOutput] = {}
+        refused = failed if on_error == "return" else None
+        outputs = iter(_outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request, refused)))
+        return [failed[index] if index in failed else next(outputs) for index in range(len(inputs))]
 
     def beam_search(
         self,
@@ -324,12 +333,17 @@ class LLM:
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
         adapters: Adapters = None,
+        refused: dict[int, RequestOutput] | None = None,
     ) -> list[RequestState]:
-        """Run requests to their end; return their states in the same order."""
+        """Run requests to their end; return their states in the same order, without those in `refused`.
+
+        Args:
+            refused: gets an output for each bad one, by its index; None: the first one's error is raised.
+        """
         self.llm_engine.check_awake()
         priorities = one_each(priority, len(inputs), "priority")
         tenants = one_each(tenant, len(inputs), "tenant")
-        states = self._admit(inputs, priorities, tenants, one_each(adapters, len(inputs), "lora_request"))
+        states = self._admit(inputs, priorities, tenants, one_each(adapters, len(inputs), "lora_request"), refused)
         num_prompt_tokens = sum(len(state.prompt_token_ids) for state in states)
         num_left = len(states)
         with (
@@ -351,24 +365,32 @@ class LLM:
         priorities: Sequence[int],
         tenants: Sequence[str],
         adapters: Sequence[LoRARequest | None],
+        refused: dict[int, RequestOutput] | None,
     ) -> list[RequestState]:
-        """Check all requests, then hand all of them to the engine."""
-        checked = [
-            self.llm_engine.check_request(
-                str(self._num_requests + index),
-                item.prompt,
-                item.params,
-                param=item.param,
-                message_spec=item.message_spec,
-                priority=priority,
-                tenant=tenant,
-                lora_request=lora,
-            )
-            for index, (item, priority, tenant, lora) in enumerate(
-                zip(inputs, priorities, tenants, adapters, strict=True)
-            )
-        ]
-        self._num_requests += len(checked)
+        """Check all requests, then hand all that are not refused to the engine."""
+        checked = []
+        for index, (item, priority, tenant, lora) in enumerate(zip(inputs, priorities, tenants, adapters, strict=True)):
+            request_id = str(self._num_requests + index)
+            try:
+                checked.append(
+                    self.llm_engine.check_request(
+                        request_id,
+                        item.prompt,
+                        item.params,
+                        param=item.param,
+                        message_spec=item.message_spec,
+                        priority=priority,
+                        tenant=tenant,
+                        lora_request=lora,
+                    )
+                )
+            except RequestError as error:
+                if refused is None:
+                    raise
+                completion = CompletionOutput(0, "", [], finish_reason="error", error=error, lora_request=lora)
+                text = prompt_text(item.prompt)
+                refused[index] = RequestOutput(request_id, text, [], [completion], True, lora_request=lora)
+        self._num_requests += len(inputs)
         states: list[RequestState] = []
         with self._aborting(states):
             for request in checked:
