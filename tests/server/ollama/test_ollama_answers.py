@@ -170,7 +170,9 @@ def test_what_it_tells_of_models(family: LiveServer) -> None:
     says(family, "yes")
     [entry] = family.http.get("/api/tags").json()["models"]
     assert (entry["name"], entry["model"], entry["details"]["family"]) == ("fake", "fake", "llama")
+    assert len(entry["digest"]) == 64 and entry["size"] >= 0
     [running] = family.http.get("/api/ps").json()["models"]
+    assert running["digest"] == entry["digest"]
     assert running["context_length"] == 4096
     for name in ("fake", "fake:latest"):
         shown = family.http.post("/api/show", json={"model": name}).json()

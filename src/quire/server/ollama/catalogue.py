@@ -1,12 +1,16 @@
 """Ollama's routes about models: GET /api/tags, /api/ps and /api/version, POST /api/show.
 
-Of a model that is not loaded nothing is known but its names. Sizes and digests are of files that Ollama keeps itself;
-there are none here, and they are left out.
+Of a model that is not loaded nothing is known but its names. Ollama's program needs a digest of every model, which
+changes with the model: here it is one of the names, sizes and times of its files, or of its name alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,6 +30,7 @@ from quire.version import __version__
 
 FORMAT = "safetensors"
 DEFAULT_TAG = ":latest"
+NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded that stays
 
 router = APIRouter()
 
@@ -39,20 +44,19 @@ async def version(request: Request) -> Response:
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """List the models."""
-    models = context_of(request).models.models
-    return json_response({"models": [_entry(model, name) for model in models for name in model.names]})
+    return json_response({"models": await _entries(context_of(request).models.models)})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """List the models that are loaded."""
     models = [model for model in context_of(request).models.models if model.status == "loaded"]
+    lengths = {name: model.llm.max_model_len for model in models for name in model.names}
     return json_response(
         {
             "models": [
-                {**_entry(model, name), "context_length": model.llm.max_model_len}
-                for model in models
-                for name in model.names
+                {**entry, "context_length": lengths[entry["name"]], "size_vram": 0, "expires_at": NEVER}
+                for entry in await _entries(models)
             ]
         }
     )
@@ -117,8 +121,30 @@ def _capabilities(front: FrontModel) -> list[str]:
     return found
 
 
-def _entry(model: ServedModel, name: str) -> dict[str, Any]:
-    return {"name": name, "model": name, "modified_at": _time(model.created), "details": _details(model)}
+async def _entries(models: Sequence[ServedModel]) -> list[dict[str, Any]]:
+    """Return an entry for each name of each model. The file system of a network may hang, so it is asked in a thread."""
+    found = []
+    for model in models:
+        files = await asyncio.to_thread(_files, model.llm.front_model.info.path) if model.llm.ready else []
+        described = str(files or model.names[0]).encode()
+        entry = {
+            "modified_at": _time(model.created),
+            "size": sum(size for _, size, _ in files),
+            "digest": hashlib.sha256(described).hexdigest(),
+            "details": _details(model),
+        }
+        found += [{"name": name, "model": name, **entry} for name in model.names]
+    return found
+
+
+def _files(path: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of modification [ns] of a file, or of the files in a folder."""
+    try:
+        paths = sorted(path.iterdir()) if path.is_dir() else [path]
+        stats = [(item.name, item.stat()) for item in paths if item.is_file()]
+    except OSError:
+        return []
+    return [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
 
 
 def _details(model: ServedModel) -> dict[str, Any]:
