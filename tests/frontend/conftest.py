@@ -1,9 +1,10 @@
-"""Small tokenizers of the kinds that language models use, trained on the spot."""
+"""Small tokenizers of the kinds that language models use, trained on the spot, and the fixture `ctrl_c`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model folder (tokenizer files only) per kind."""
     root = tmp_path_factory.mktemp("tokenizers")
     return {kind: write_folder(root / kind, kind) for kind in MAKERS}
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

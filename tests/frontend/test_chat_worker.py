@@ -339,6 +339,7 @@ def test_the_front_gives_up_an_attack_at_once(name: str) -> None:
             assert time.thread_time() - before < 2 * MAX_LOOP_SECONDS
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("name", ["splitting backwards, by name", "loops"])
 def test_an_attack_can_be_interrupted(name: str, workers: TemplateWorkers) -> None:
     template = ChatTemplate(ATTACKS[name], small_tokenizer(), workers=workers)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +110,6 @@ def test_a_bad_prompt_leaves_the_others_alone_if_errors_are_returned() -> None:
     assert isinstance(errors[2], ContextLengthError) and errors[2].param == "prompts[2]"
     with refused("on_error"):
         quiet(llm, "a", on_error="ignore")
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, also where the tests were started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

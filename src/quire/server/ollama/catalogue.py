@@ -122,7 +122,7 @@ def _capabilities(front: FrontModel) -> list[str]:
 
 
 async def _entries(models: Sequence[ServedModel]) -> list[dict[str, Any]]:
-    """Return an entry for each name of each model. The file system of a network may hang, so it is asked in a thread."""
+    """Return an entry for each name of each model. Files are looked at in a thread, for they may be slow."""
     found = []
     for model in models:
         files = await asyncio.to_thread(_files, model.llm.front_model.info.path) if model.llm.ready else []
