@@ -375,7 +375,10 @@ CHAT_ROWS = [
     chat(TYPE, "documents[0]", documents=[5]),
     chat(TYPE, "include_reasoning", include_reasoning=1),
     chat(VALUE, "reasoning_effort", "high", reasoning_effort="ultra"),
-    chat(UNSUPPORTED, "reasoning_effort", reasoning_effort="high"),
+    chat(VALUE, "verbosity", "high", verbosity="ultra"),
+    chat(VALUE, "verbosity", verbosity="low", chat_template_kwargs={"verbosity": "high"}),
+    chat(MISSING, "prediction.content", prediction={"type": "content"}),
+    chat(VALUE, "prediction.type", prediction={"type": "other", "content": "a"}),
     chat(VALUE, "reasoning_effort", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}),
     chat(VALUE, "reasoning_effort", reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}),
     chat(UNSUPPORTED, "chat_template", chat_template="{{ 1 }}"),
@@ -418,7 +421,6 @@ TOOL_ROWS = [
     with_tools(MISSING, "response_format.json_schema", tools=A, response_format={"type": "json_schema"}),
     with_tools(SCHEMA, "guided_json", "#/type", tools=A, guided_json={"type": "strnig"}),
     with_tools(UNSUPPORTED, "skip_special_tokens", tools=A, skip_special_tokens=False),
-    *[with_tools(UNSUPPORTED, "reasoning_effort", "template", reasoning_effort=effort) for effort in ("low", "none")],
 ]
 
 # ---- structured output ----
@@ -638,7 +640,7 @@ RESPONSE_ROWS = [
     respond(MISSING, "text.format.name", text=text_format(schema={})),
     respond(SCHEMA, "text.format.schema", "#/properties/x/type", text=text_format(name="a", schema=STRANGE)),
     respond(VALUE, "text.format.type", text={"format": {"type": "grammar"}}),
-    respond(UNSUPPORTED, "text.verbosity", text={"verbosity": "low"}),
+    respond(VALUE, "text.verbosity", text={"verbosity": "lower"}),
     respond(UNSUPPORTED, "tools[0].type", tools=[{"type": "web_search"}]),
     respond(MISSING, "tools[1].name", tools=[FUNCTION_TOOL, {"type": "function"}]),
     respond(VALUE, "tools[1].name", tools=[FUNCTION_TOOL, FUNCTION_TOOL]),
@@ -668,7 +670,6 @@ RESPONSE_ROWS = [
     respond(UNSUPPORTED, "include[0]", include=["file_search_call.results"]),
     respond(UNSUPPORTED, "reasoning.summary", reasoning={"summary": "concise"}),
     respond(UNSUPPORTED, "reasoning.generate_summary", reasoning={"generate_summary": "detailed"}),
-    respond(UNSUPPORTED, "reasoning.effort", reasoning={"effort": "high"}),
     respond("object_above_max_properties", "metadata", metadata={str(index): "" for index in range(17)}),
     *[respond(LONG_TEXT, "metadata", metadata=value) for value in ({"a" * 65: ""}, {"a": "b" * 513})],
     respond(TYPE, "metadata.a", metadata={"a": 1}),
@@ -772,7 +773,6 @@ MESSAGE_ROWS = [
     message("thinking.type: this model's reasoning cannot be disabled", thinking={"type": "disabled"}),
     message("less than max_tokens", thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=1024),
     message("output_config.effort must be one of", output_config={"effort": "huge"}),
-    message("output_config.effort", output_config={"effort": "low"}),
     message("output_config.format.type must be json_schema", output_config={"format": {"type": "text"}}),
     message("output_config.format.schema is required", output_config={"format": {"type": "json_schema"}}),
     *[

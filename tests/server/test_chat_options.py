@@ -85,6 +85,21 @@ def test_effort_goes_to_the_template(served: LiveServer) -> None:
     assert post(served, TOKENIZE, {"messages": HI, "reasoning_effort": "low"}).json()["count"] > 30
 
 
+def test_what_the_template_does_not_read_is_named_in_headers(server: LiveServer, served: LiveServer) -> None:
+    ignored = "has no effect: this model's chat template does not read it"
+    body = {"model": "fake", "messages": HI, "reasoning_effort": "high", "verbosity": "low"}
+    body["prediction"] = {"type": "content", "content": "hi"}
+    for stream in (False, True):
+        response = post(server, CHAT, {**body, "stream": stream})
+        assert response.status_code == 200, response.text
+        warnings = response.headers.get_list("x-quire-warning")
+        assert warnings == [f"verbosity {ignored}", f"reasoning_effort {ignored}"]
+    assert (
+        "x-quire-warning" not in post(server, CHAT, {**body, "reasoning_effort": None, "verbosity": "medium"}).headers
+    )
+    assert post(served, CHAT, body).headers.get_list("x-quire-warning") == [f"verbosity {ignored}"]
+
+
 def test_a_budget_for_reasoning(served: LiveServer) -> None:
     chat(served, thinking_token_budget=5)
     thinking = added(served).thinking

@@ -95,6 +95,12 @@ class DialectAnswer(ABC):
         self.generation.close()
 
 
+def rename_warnings(request: Request, names: FieldNames) -> None:
+    """Give the warnings of a response the client's names of fields."""
+    state = request.scope["state"]
+    state["warnings"] = {names.name_of(field): message for field, message in state.get("warnings", {}).items()}
+
+
 async def respond(
     request: Request,
     answer: DialectAnswer,
@@ -103,6 +109,7 @@ async def respond(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Return the response, streamed if there is a `stream_type`; aborts if the client disconnects."""
+    rename_warnings(request, names)
     if stream_type is not None:
         stream = stream_type(answer.events(names), answer.close)
         stream.headers.update(headers or {})

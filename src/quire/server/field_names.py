@@ -32,12 +32,16 @@ class FieldNames:
     def translate(self, error: RequestError) -> RequestError:
         """Return the error with the client's name of the field, also in the message."""
         param = error.param or ""
+        new_name = self.name_of(param)
+        return error if new_name == param else rename_field(error, param, new_name)
+
+    def name_of(self, param: str) -> str:
+        """Return the client's name of a field."""
         for pattern, name in self._fields:
             found = pattern.match(param)
             if found is not None:
-                new_name = found.expand(name) if isinstance(name, str) else name(found)
-                return rename_field(error, param, new_name + param[found.end() :])
-        return error
+                return (found.expand(name) if isinstance(name, str) else name(found)) + param[found.end() :]
+        return param
 
     @contextmanager
     def translating(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]+$"
 SALT_PATTERN = r"^[^/@\\\x00-\x1f\x7f]+$"
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 ShortText = Annotated[str, Field(max_length=MAX_USER_LENGTH)]
 
 REFUSED_EVERYWHERE: Refused = {
@@ -57,9 +58,7 @@ REFUSED_IN_CHAT: Refused = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": (),
     "prompt_cache_retention": ("in_memory",),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 REFUSED_IN_COMPLETIONS: Refused = {
@@ -239,6 +238,14 @@ class TemplateRequest(RequestModel):
     documents: SkipValidation[list[dict[str, Any]] | None] = None
     tools: SkipValidation[list[dict[str, Any]] | None] = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
+
+
+class Prediction(BodyPart):
+    """What the client expects of the text."""
+
+    type: Literal["content"]
+    content: SkipValidation[str | list[dict[str, Any]]]
 
 
 class ChatCompletionRequest(TemplateRequest, GenerationRequest):
@@ -255,6 +262,9 @@ class ChatCompletionRequest(TemplateRequest, GenerationRequest):
     tool_choice: SkipValidation[str | dict[str, Any] | None] = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+
+    # Accepted without any effect: it promises nothing but speed.
+    prediction: Prediction | None = None
 
 
 class TokenizeRequest(TemplateRequest):

@@ -48,6 +48,8 @@ def template_arguments(
     _check_variables(variables)
     if body.reasoning_effort is not None:
         variables = {**_effort(body.reasoning_effort, variables), **variables}
+    if body.verbosity is not None:
+        variables = {**_of_the_template("verbosity", {"verbosity": body.verbosity}, variables), **variables}
     add_prompt = body.add_generation_prompt
     return {
         "add_generation_prompt": not body.continue_final_message if add_prompt is None else add_prompt,
@@ -76,10 +78,14 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
 
 def _effort(effort: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `reasoning_effort` means to templates."""
-    name = "reasoning_effort"
-    found: dict[str, Any] = {name: effort}
+    found: dict[str, Any] = {"reasoning_effort": effort}
     if effort == "none":
         found |= dict.fromkeys(THINKING_SWITCHES, False)
+    return _of_the_template("reasoning_effort", found, variables)
+
+
+def _of_the_template(name: str, found: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's variables that a field sets. Raises `RequestError` if the request has other values."""
     for variable, value in found.items():
         if variables.get(variable, value) != value:
             raise RequestError(f"{name} contradicts chat_template_kwargs.{variable}; give one of them", param=name)
@@ -100,9 +106,10 @@ def _continued_field(message: Mapping[str, Any]) -> bool | str:
 async def check_template(
     context: ModelContext, body: TemplateRequest, tools: ToolRequest, *, answered: bool = True
 ) -> None:
-    """Raise `UnsupportedError` for arguments that the template ignores, or tool calls that no parser could read.
+    """Raise `UnsupportedError` for tools that the template ignores, or tool calls that no parser could read.
 
-    Called once the conversation is rendered, so that a template of the request's own is known to be sound.
+    Of other arguments that it ignores the response warns. Called once the conversation is rendered, so that a template
+    of the request's own is known to be sound.
 
     Args:
         answered: whether there will be an answer.
@@ -117,6 +124,9 @@ async def check_template(
                 "tools: in which form this model calls tools is not known; --tool-call-parser tells the server",
                 param="tools",
             )
+    ignored = "has no effect: this model's chat template does not read it"
+    if body.verbosity not in (None, "medium") and not template.reads("verbosity"):
+        context.warn("verbosity", ignored)
     effort = body.reasoning_effort
     if effort is None or template.reads("reasoning_effort"):
         return
@@ -124,9 +134,7 @@ async def check_template(
     if effort == "none" and (switches or not front.message_format.can_reason):
         return
     hint = f"; chat_template_kwargs.{switches[0]} switches reasoning on and off" if switches else ""
-    raise UnsupportedError(
-        f"reasoning_effort: this model's chat template does not read it{hint}", param="reasoning_effort"
-    )
+    context.warn("reasoning_effort", ignored + hint)
 
 
 def thinking_fields(front: FrontModel, on: bool, where: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from quire.server.protocol import (
     RequestModel,
     SamplingRequest,
     ShortText,
+    Verbosity,
 )
 
 MAX_SAFETY_IDENTIFIER = 64
@@ -68,7 +69,7 @@ class TextOptions(BodyPart):
     """The format of the text."""
 
     format: SkipValidation[dict[str, Any] | None] = None
-    verbosity: SkipValidation[Literal["medium"] | None] = None
+    verbosity: Verbosity | None = None
 
 
 class ConversationRequest(RequestModel):

@@ -14,7 +14,7 @@ from quire.checks import missing
 from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
-from quire.server.dialects import respond
+from quire.server.dialects import rename_warnings, respond
 from quire.server.fronts import FrontGoneError
 from quire.server.json_io import json_response, large_json_response
 from quire.server.parsing import QuerySchema, describe_query, parse_request, process_body, read_query
@@ -103,6 +103,7 @@ async def create_response(request: Request) -> Response:
         run.close()
         raise
     spawn(run, scope, store)
+    rename_warnings(request, NAMES)
     if body.stream:
         return EventStream(_follow(stored, 0, obfuscated), lambda: None)
     return json_response(stored.resource())

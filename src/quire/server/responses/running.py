@@ -286,7 +286,10 @@ def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) 
         "service_tier": "default",
         "store": body.store,
         "temperature": float(getattr(params, "temperature", 1.0)),
-        "text": {"format": _format(None if text is None else text.format), "verbosity": "medium"},
+        "text": {
+            "format": _format(None if text is None else text.format),
+            "verbosity": (None if text is None else text.verbosity) or "medium",
+        },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [_tool(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,

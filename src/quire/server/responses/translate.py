@@ -100,7 +100,8 @@ def _conversation_fields(body: ConversationRequest) -> dict[str, Any]:
         fields["reasoning_effort"] = body.reasoning.effort
         Fields(dict(body.reasoning), "reasoning").only(("effort",), REASONING_REFUSED)
     if body.text is not None:
-        Fields(dict(body.text), "text").only(("format",), {"verbosity": ("medium",)})
+        fields["verbosity"] = body.text.verbosity
+        Fields(dict(body.text), "text").only(("format", "verbosity"), {})
         if body.text.format is not None:
             fields["response_format"] = _response_format(body.fields.part(body.text.format, "text.format"))
     if body.tools is not None and body.tools != []:
