@@ -845,8 +845,9 @@ OLLAMA_ROWS = [
     *[generate("prompt", prompt=value) for value in ("x" * 200_000, "a b " * 4000)],
     *[
         generate(f"{name} is not supported", **{name: value})
-        for name, value in {"suffix": "b", "images": ["b"], "template": "b", "context": [1]}.items()
+        for name, value in {"images": ["b"], "template": "b", "context": [1]}.items()
     ],
+    generate("suffix: this model has no tokens", suffix="b"),
     generate("system has no place", raw=True, system="b"),
     generate("think has no place", raw=True, think=True),
     show("model is required", model=...),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from tests.helpers.live_server import LiveServer
 from tests.server import streams
-from tests.server.checks import COMPLETIONS
+from tests.server.checks import COMPLETIONS, check_error
+from tests.server.families import front_of
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,25 @@ def complete(server: LiveServer, **body: Any) -> dict[str, Any]:
 
 def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
     return streams.stream(server, COMPLETIONS, {"model": "fake", "prompt": "ab", **body})
+
+
+def test_a_suffix_is_what_the_text_ends_in() -> None:
+    special = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    front = front_of(None, None, special=special)
+    with contextlib.closing(LiveServer(llm={"front_model": front})) as live:
+        answer = complete(live, prompt=["def f(", "x"], suffix="return 1", echo=True, max_tokens=2)
+        assert answer["choices"][0]["text"].startswith("def f(")
+        [first, second] = live.do(lambda: [item.prompt_token_ids for item in live.engine.added[-2:]])
+        before, behind, middle = [front.tokenizer.token_to_id(text) for text in special]
+        assert (first[0], first.count(behind), first[-1]) == (before, 1, middle)
+        assert front.tokenizer.decode(first) == "def f(return 1"
+        assert front.tokenizer.decode(second[: second.index(behind)]) == "x"
+        whole = {"model": "fake", "prompt": "def f(", "suffix": "return 1", "stream": False}
+        assert live.http.post("/api/generate", json=whole).status_code == 200
+        assert live.do(lambda: live.engine.added[-1].prompt_token_ids) == first
+        for body in ({"prompt": [1, 2]}, {"truncate_prompt_tokens": 4}):
+            response = live.http.post(COMPLETIONS, json={"model": "fake", "prompt": "a", "suffix": "b", **body})
+            check_error(response, 400, "invalid_value", "suffix")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

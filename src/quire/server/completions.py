@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.checks import INT64_MAX, check_int
+from quire.checks import INT64_MAX, check_int, check_unicode
+from quire.errors import RequestError, UnsupportedError
 from quire.frontend.prompts import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.parsing import parse_request, split_prompts
 from quire.server.protocol import CompletionRequest, body_schema
 from quire.server.streaming import EventStream
-from quire.server.tokenize import encode_text
+from quire.server.tokenize import encode_text, tokenizer_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -48,6 +49,8 @@ class Completion(Generation):
         super().__init__(context, body, "cmpl")
         self.prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
         self.only_prompt = body.echo and body.max_tokens == 0
+        if body.suffix:
+            self._check_suffix(body.suffix)
         check_stream_fields(body)
         self.params = self._params(body)
         self._streamed: dict[int, dict[int, _Choice]] = {}  # choices by prompt and number
@@ -65,10 +68,27 @@ class Completion(Generation):
             changes["prompt_logprobs"] = body.logprobs
         return self.request_params(**changes)
 
+    def _check_suffix(self, suffix: str) -> None:
+        """Raise `RequestError` if a suffix cannot be behind the prompts."""
+        check_unicode(suffix, "suffix")
+        if tokenizer_of(self.context.llm).fill_in_the_middle is None:
+            raise UnsupportedError("suffix: this model has no tokens for filling in the middle", param="suffix")
+        if not all(isinstance(prompt, str) for prompt, _ in self.prompts):
+            raise RequestError("suffix needs prompts that are texts", param="suffix")
+        if self.body.truncate_prompt_tokens is not None:
+            raise RequestError("suffix contradicts truncate_prompt_tokens; give one of them", param="suffix")
+
+    def _prompts_to_continue(self) -> list[tuple[str | list[int], str]]:
+        """Return the prompts as the engine gets them: with a suffix, in the tokens for filling in the middle."""
+        if not self.body.suffix:
+            return self.prompts
+        before, behind, middle = tokenizer_of(self.context.llm).fill_in_the_middle or ("", "", "")
+        return [(f"{before}{prompt}{behind}{self.body.suffix}{middle}", param) for prompt, param in self.prompts]
+
     async def start(self) -> None:
         """Check the prompts and submit them to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
-        prompts = self.prompts
+        prompts = self._prompts_to_continue()
         if not self.body.add_special_tokens:
             prompts = [
                 (

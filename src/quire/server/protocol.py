@@ -65,7 +65,6 @@ REFUSED_IN_COMPLETIONS: Refused = {
     **REFUSED_EVERYWHERE,
     "documents": ([],),
     "include_reasoning": (True,),
-    "suffix": ("",),
 }
 
 
@@ -223,6 +222,7 @@ class CompletionRequest(GenerationRequest):
     refused: ClassVar[Refused] = REFUSED_IN_COMPLETIONS
 
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]] | None] = None
+    suffix: str | None = None
     echo: bool = False
     logprobs: SkipValidation[int | None] = None
     add_special_tokens: bool = True

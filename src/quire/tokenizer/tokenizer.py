@@ -27,6 +27,14 @@ from quire.tokenizer.pieces import Pieces, pieces_of
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 RELEASE_GIL_CHARS = 2048
+# Tokens before the prefix, the suffix and the middle of a text, in the order in which models were trained on them.
+FILL_IN_THE_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
 TEXT = "prompt"  # what errors call the text; see `text_called`
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -228,6 +236,12 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry."""
         return self._backend.token_to_id(token)
+
+    @cached_property
+    def fill_in_the_middle(self) -> tuple[str, str, str] | None:
+        """Texts of the tokens before the prefix, the suffix and the middle of a text; None if it has none."""
+        known = (names for names in FILL_IN_THE_MIDDLE if None not in map(self.token_to_id, names))
+        return next(known, None)
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:

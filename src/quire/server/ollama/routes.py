@@ -63,7 +63,7 @@ async def generate(request: Request) -> Response:
         context = await named_model(request, body.model)
     if not body.prompt:
         return json_response(loaded(context.name, in_message=False))
-    if not body.raw:
+    if not body.raw and not body.suffix:
         return await _chat(request, context, body, clock)
     names = field_names()
     with names.translating():

@@ -74,12 +74,17 @@ def chat_fields(body: ChatRequest | GenerateRequest, front: FrontModel, max_mode
 
 
 def completion_fields(body: GenerateRequest, max_model_len: int) -> dict[str, Any]:
-    """Return the fields of the completion that a prompt without a template (`raw`) is. Raises `RequestError`."""
+    """Return the fields of the completion of a prompt without a template: `raw`, or with a `suffix`.
+
+    Raises `RequestError`.
+    """
+    why = "has no place in a prompt that is taken as it is (raw, or with a suffix)"
     if body.system:
-        raise RequestError("system has no place in a prompt that is taken as it is (raw)", param="system")
+        raise RequestError(f"system {why}", param="system")
     if body.think is not None:
-        raise RequestError("think has no place in a prompt that is taken as it is (raw)", param="think")
+        raise RequestError(f"think {why}", param="think")
     fields = {"model": body.model, "prompt": body.prompt, "stream": True, "max_tokens": max_model_len}
+    fields["suffix"] = body.suffix
     return {**fields, **_options(body, max_model_len), **_format(body.format)}
 
 
@@ -252,7 +257,6 @@ class GenerateRequest(AnswerRequest):
         **REFUSED,
         "context": ([],),
         "images": ([],),
-        "suffix": ("",),
         "template": ("",),
         "width": (),
         "height": (),
@@ -260,6 +264,7 @@ class GenerateRequest(AnswerRequest):
     }
 
     prompt: str = ""
+    suffix: str = ""
     system: str = ""
     raw: bool = False
 
