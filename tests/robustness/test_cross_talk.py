@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.faults import engine_pid
 from tests.helpers.server import Server, serve
 
 REQUESTS = int(os.environ.get("QUIRE_CROSS_TALK", "10000"))
@@ -84,8 +85,7 @@ async def ask_all(server: Server) -> None:
         async def client() -> None:
             for number in numbers:
                 if number in deaths:
-                    [engine] = server.children()
-                    os.kill(engine, signal.SIGKILL)
+                    os.kill(engine_pid(server), signal.SIGKILL)
                 await ask(http, number)
 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
