@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.hf_config import load_model_info
@@ -140,3 +141,73 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
         load_model_info(llama, {"architectures": ["PersimmonForCausalLM"], "model_type": "persimmon"}, "quire")
     with pytest.raises(ConfigError, match="model_impl"):
         EngineConfig.from_kwargs(model="x", model_impl="vllm")
+
+
+# What a configuration of a model has in common, in a few spellings; small enough for a test.
+TINY: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "rotary_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "sliding_window", "hidden_size_per_layer_input", "num_buckets"), 8),
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "decoder_attention_heads": 4,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_tiny(model_type: str, folder: Path) -> Any:
+    """Return a small model of transformers with random weights, which are also in the folder; skip if none is made."""
+    import torch
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[model_type]
+    try:
+        usual = kind().to_dict()
+        changes: dict[str, Any] = {name: TINY[name] for name in TINY if isinstance(usual.get(name), int)}
+        if isinstance(usual.get("layer_types"), list):
+            changes["layer_types"] = [*dict.fromkeys(usual["layer_types"])][:2] * 2
+            del changes["layer_types"][2:]
+        config = kind(**changes)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        if sum(parameter.numel() for parameter in model.parameters()) > 10**8:
+            pytest.skip("it does not get small")
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, 0, 0.05)
+        model.save_pretrained(folder)
+    except Exception as error:  # transformers' own checks of sizes that do not fit together
+        pytest.skip(f"{type(error).__name__}: {error}")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_every_causal_language_model_of_transformers_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
+    import torch
+
+    model, ids = make_tiny(model_type, tmp_path), tokens(17)
+    backend = create_backend("reference", "float32", "float32", num_threads=1)
+    try:
+        ours = load_model(load_model_info(tmp_path, model_impl="transformers"), backend)
+    except ModelError as error:
+        assert str(tmp_path) in error.message
+        return
+    with torch.no_grad():
+        assert_close(ModelDriver(ours, backend).step({"a": ids})["a"], model(torch.tensor([ids])).logits[0].numpy())

@@ -89,13 +89,19 @@ def transformers_sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     if config.get("quantization_config") is not None:
         raise ModelError(f"{folder / 'config.json'}: quantized weights are not supported through transformers")
     found = transformers_config(folder, config)
+    path = folder / "config.json"
+    with refusals(path, f"transformers {found.model_type} has sizes that are not supported"):
+        return _sizes(path, found)
+
+
+def _sizes(path: Path, found: Any) -> dict[str, Any]:
     text = found.get_text_config(decoder=True)
 
     def number(name: str, default: int | None = None) -> int:
         value = getattr(text, name, None)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{folder / 'config.json'}: {name} is {echo(value)} (expected a positive integer)")
+            raise ModelError(f"{path}: {name} is {echo(value)} (expected a positive integer)")
         return value
 
     layers, heads, hidden = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
@@ -106,7 +112,7 @@ def transformers_sizes(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ModelError(
-            f"{folder / 'config.json'}: layer type {echo(unknown[0])} is not supported through transformers "
+            f"{path}: layer type {echo(unknown[0])} is not supported through transformers "
             f"(supported: full_attention, sliding_attention)"
         )
     return {

@@ -21,7 +21,7 @@ from quire.checkpoint.pickled import host_tensor
 from quire.checkpoint.tensor import meta_tensor
 from quire.checkpoint.transformers_config import refusals, transformers_config
 from quire.checkpoint.weights import CheckpointWeights, DummyWeights
-from quire.errors import ConfigError, ModelError, echo
+from quire.errors import ConfigError, ModelError, echo, first_line
 from quire.kernels.backend import Array, AttentionMetadata, AttentionParams, Backend, LayerCache
 from quire.layers.attention import take_rows
 from quire.layers.builder import Builder, share_of, span_of
@@ -42,7 +42,8 @@ class TransformersForCausalLM:
     def __init__(self, info: ModelInfo, builder: Builder, max_model_len: int) -> None:
         self.info, self.backend = info, builder.backend
         self.vocab_size = info.vocab_size
-        self._step: tuple[list[LayerCache], AttentionMetadata] | None = None
+        self._step: tuple[list[LayerCache], AttentionMetadata] | None = None  # None also while it is checked
+        self._has_windows = False  # whether transformers makes masks of sliding windows
         self._params: dict[int, AttentionParams] = {}
         self._dry_run: tuple[Any, ...] | None = None  # embedding, widest linear layer and head, in a dry run
         self._name = f"quire_{next(_numbers)}"
@@ -64,22 +65,36 @@ class TransformersForCausalLM:
         from transformers.masking_utils import AttentionMaskInterface
 
         AttentionInterface.register(self._name, self._attend)
-        AttentionMaskInterface.register(self._name, lambda *args, **options: None)  # our attention needs no mask
+        AttentionMaskInterface.register(self._name, self._note_mask)
+
+    def _note_mask(self, *args: Any, mask_function: Any = None, **options: Any) -> None:
+        """transformers' function that makes a mask: our attention needs none, but windows must be those we know."""
+        import torch
+
+        windows = [window for window in self.info.layer_windows if window is not None]
+        if self._step is None and mask_function is not None and windows:
+            far, first = torch.tensor(max(windows)), torch.tensor(0)
+            self._has_windows |= not bool(mask_function(0, 0, far, first))
 
     def _skeleton(self) -> Any:
         import torch
         import transformers
 
+        auto = transformers.AutoModelForCausalLM
+        found = auto._model_mapping[type(self._config)]
+        kind = found[0] if isinstance(found, tuple) else found
+        if not kind._supports_attention_backend:
+            raise self._refusal(kind, "does not take attention functions from outside, so that it cannot use the cache")
         with torch.device("meta"), refusals(self.info.path, "transformers cannot build it"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                self._config, attn_implementation=self._name, trust_remote_code=False
-            )
-        if not model._supports_attention_backend:
-            raise ModelError(
-                f"{self.info.path}: {type(model).__name__} of transformers does not take attention functions from "
-                f"outside, so that it cannot use the paged cache"
-            )
+            model = auto.from_config(self._config, attn_implementation=self._name, trust_remote_code=False)
+        if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+            raise self._refusal(type(model), "attends to later tokens as well (is_decoder in config.json is false)")
+        if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+            raise self._refusal(type(model), "numbers its positions by itself")
         return model
+
+    def _refusal(self, kind: type, why: str) -> ModelError:
+        return ModelError(f"{self.info.path}: {kind.__name__} of transformers {why}")
 
     def _layer_specs(self, skeleton: Any) -> list[LayerKVSpec]:
         info, found = self.info, dict[int, LayerKVSpec]()
@@ -126,16 +141,30 @@ class TransformersForCausalLM:
         # The model around a body that returns its input: what transformers computes after the hidden states.
         self._top = copy.copy(self._model)
         self._top._modules = {**self._model._modules, prefix: _pass_through(torch)}
+        if self.backend.world_size == 1:  # ranks would have to compute together
+            self._check_body(torch)
         self._check_logits()
+
+    def _check_body(self, torch: Any) -> None:
+        """Compute two tokens with attention that only looks at its arguments. Raises `ModelError` if that fails."""
+        kind, device = type(self._model), to_torch(self.backend.zeros((1,))).device
+        ids, positions = torch.tensor([[0, 0]], device=device), torch.tensor([[0, 1]], device=device)
+        try:
+            with torch.no_grad():
+                self._body(input_ids=ids, position_ids=positions, use_cache=False)
+        except ModelError:
+            raise
+        except Exception as error:  # boundary: code that is not ours, about files that are not ours either
+            raise self._refusal(kind, f"does not run on the paged cache: {first_line(error)}") from None
+        if any(self.info.layer_windows) and not self._has_windows:
+            raise self._refusal(kind, "attends to all tokens, though config.json has a sliding_window")
 
     def _check_logits(self) -> None:
         try:
             self.compute_logits(self.backend.zeros((1, self.info.hidden_size)))
         except (AttributeError, TypeError, RuntimeError) as error:
-            raise ModelError(
-                f"{self.info.path}: {type(self._model).__name__} of transformers does not take its hidden states "
-                f"apart from its logits: {echo(str(error))}"
-            ) from None
+            why = f"does not take its hidden states apart from its logits: {first_line(error)}"
+            raise self._refusal(type(self._model), why) from None
 
     def _pack_tables(self, model: Any, torch: Any) -> tuple[Any, Any]:
         """Pack embedding tables; return the output head that shares one, or None, and its module."""
@@ -207,16 +236,27 @@ class TransformersForCausalLM:
             return to_array(self.backend, self._top(inputs_embeds=rows, use_cache=False).logits[0])
 
     def _attend(
-        self, module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float | None = None, **options: Any
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        *,
+        scaling: float | None = None,
+        **options: Any,
     ) -> tuple[Any, None]:
         """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
-        assert self._step is not None
-        caches, metadata = self._step
         layer, backend = module.layer_idx, self.backend
+        if attention_mask is not None:
+            raise self._refusal(type(self._model), "has an attention mask of its own, which the paged cache does not")
         params = self._params.get(layer)
         if params is None:
             params = self._params[layer] = self._params_of(layer, query, key, scaling, options)
         size, value_size = query.shape[3], value.shape[3]
+        if self._step is None:  # while it is checked
+            return query.new_zeros((1, query.shape[2], query.shape[1], value_size)), None
+        caches, metadata = self._step
         if value_size < size:  # a cache has one size for both
             import torch
 
