@@ -148,6 +148,23 @@ def test_too_many_requests_are_refused_until_some_end(options: dict[str, Any], m
     on_fake(test, **options)
 
 
+def test_a_request_of_many_sequences_counts_as_often_as_the_engine_gets_it() -> None:
+    async def test(llm: AsyncLLM, client: FakeClient) -> None:
+        client.hold()
+        wide = await llm.submit("x", SamplingParams(n=7, max_tokens=2))
+        assert len(client.engine.added) == 4 and llm.num_unfinished == 1
+        with pytest.raises(OverloadedError):
+            await llm.submit("x")
+        client.resume()
+        await text_of(wide)
+        assert await text_of(llm.generate("x", SamplingParams(max_tokens=2)))
+        left = await llm.submit("x", SamplingParams(n=7, max_tokens=2))
+        await left.aclose()
+        assert await text_of(llm.generate("x", SamplingParams(max_tokens=2)))
+
+    on_fake(test, max_num_seqs=2, max_num_queued_reqs=4)
+
+
 def test_requests_being_tokenized_count_as_unfinished() -> None:
     async def test(llm: AsyncLLM, client: FakeClient) -> None:
         client.hold()

@@ -295,7 +295,7 @@ class AsyncLLM:
         request.
         """
         others = self._share_load()
-        num_unfinished = self.num_unfinished + others.num_requests
+        num_unfinished = self._num_queued + others.num_requests
         queued = self.ttft.num_queued_tokens + others.num_tokens
         wait = self.ttft.estimate(num_tokens, others)
         later = 1.0 if wait is None else max(1.0, wait)
@@ -316,7 +316,7 @@ class AsyncLLM:
         """Say what is queued here, and return what other clients of the engine have queued."""
         if self.num_unfinished == 0:
             self.ttft.clear()  # an engine's death empties it without an event for each request
-        return self.share_load(self.ttft.load(self.num_unfinished))
+        return self.share_load(self.ttft.load(self._num_queued))
 
     async def generate(
         self,
@@ -738,6 +738,12 @@ class AsyncLLM:
     def num_unfinished(self) -> int:
         """Requests that were accepted and have not ended."""
         num_started = 0 if self._requests is None else self._requests.outputs.num_unfinished
+        return num_started + self._num_admitting
+
+    @property
+    def _num_queued(self) -> int:
+        """As `num_unfinished`, but a request counts as often as the engine gets its sequences in parts."""
+        num_started = 0 if self._requests is None else self._requests.outputs.num_engine_requests
         return num_started + self._num_admitting
 
     @property

@@ -46,19 +46,41 @@ class _Completion:
     All tokens stay: `token_ids` is the list of `progress`, with which another engine can continue.
     """
 
+    __slots__ = (
+        "_make_detokenizer",
+        "changed",
+        "cumulative_logprob",
+        "detokenizer",
+        "error",
+        "finish_reason",
+        "index",
+        "last_token_time",
+        "logprobs",
+        "num_taken",
+        "num_tokens",
+        "part",
+        "progress",
+        "ranked",
+        "sequence_id",
+        "stop_reason",
+        "text_parts",
+        "token_ids",
+    )
+
     def __init__(
         self,
         index: int,
         sequence_id: str,
         params: SamplingParams,
-        detokenizer: IncrementalDetokenizer | None,
+        make_detokenizer: Callable[[], IncrementalDetokenizer | None],
         part: int = 0,
     ) -> None:
         self.index = index
         self.sequence_id = sequence_id
         self.ranked = params.logprob_token_ids is None  # whether logprobs are those of the likeliest tokens
         self.part = part  # index of its `EngineRequest`
-        self.detokenizer = detokenizer
+        self._make_detokenizer: Callable[[], IncrementalDetokenizer | None] | None = make_detokenizer
+        self.detokenizer: IncrementalDetokenizer | None = None  # made with the first token: thousands may wait
         self.progress = ResumedSequence([])
         self.token_ids = self.progress.token_ids
         self.text_parts: list[str] = []
@@ -86,6 +108,8 @@ class _Completion:
         self.changed = True
         token_ids = output.new_token_ids
         found = False
+        if self._make_detokenizer is not None:
+            self.detokenizer, self._make_detokenizer = self._make_detokenizer(), None
         if self.detokenizer is not None:
             cut = cut and output.finish_reason == "stop" and not output.complete
             last = len(token_ids) - 1 if cut else -1
@@ -120,6 +144,7 @@ class _Completion:
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the completion; text held back so far comes out."""
+        self._make_detokenizer = None
         if self.detokenizer is not None:
             rest = ""
             try:
@@ -215,7 +240,7 @@ class RequestState:
         )
         parts = [(part, name) for part, item in enumerate(engine_requests) for name in item.sequence_ids]
         self.completions = [
-            _Completion(index, name, params, self._detokenizer(), part) for index, (part, name) in enumerate(parts)
+            _Completion(index, name, params, self._detokenizer, part) for index, (part, name) in enumerate(parts)
         ]
         self.num_unfinished = len(self.completions)
         self._num_preemptions = [0] * len(engine_requests)
@@ -286,7 +311,7 @@ class RequestState:
         [search] = self.completions
         self.completions = []
         for index, beam in enumerate(beams):
-            completion = _Completion(index, search.sequence_id, self.params, self._detokenizer())
+            completion = _Completion(index, search.sequence_id, self.params, self._detokenizer)
             output = SequenceOutput(search.sequence_id, beam.token_ids, finish_reason=beam.finish_reason)
             completion.add(output, lambda positions, entry, ranked: None, self.cut_stop_token)
             completion.cumulative_logprob = beam.cumulative_logprob
@@ -434,11 +459,15 @@ class OutputProcessor:
     Args:
         tokenizer: None leaves all texts empty.
         listeners: called for each step, token and end of a request.
+
+    Attributes:
+        num_engine_requests: of the requests that have not ended; one with many sequences has several.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, listeners: Iterable[StatListener] = ()) -> None:
         self._tokenizer = tokenizer
         self._listeners = list(listeners)
+        self.num_engine_requests = 0
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, _Completion]] = {}
         # Ids of requests and sequences, as callers and the engine call them, with the id of the request.
@@ -477,6 +506,7 @@ class OutputProcessor:
                 code="duplicate_request_id",
             )
         self._states[request_id] = state
+        self.num_engine_requests += len(engine_requests)
         self._ids.update(dict.fromkeys(state.ids, request_id))
         for completion in state.completions:
             self._sequences[completion.sequence_id] = (state, completion)
@@ -540,6 +570,7 @@ class OutputProcessor:
         for state in updated.values():
             state.touch()
         again = [item for (_, part), state in too_wide.items() for item in state.run_in_turns(part)]
+        self.num_engine_requests += len(again) - len(too_wide)
         return list(updated.values()), aborts, again
 
     def _end_undecodable(self, state: RequestState, error: GenerationError) -> list[str]:
@@ -604,6 +635,7 @@ class OutputProcessor:
         del self._states[state.request_id]
         for name in state.ids:
             del self._ids[name]
+        self.num_engine_requests -= len(state.engine_requests)
         state.engine_requests = ()  # a grammar may be large, and the last output may wait for its reader
         state.metrics.finished_time = now
         if not self._listeners:
@@ -668,6 +700,7 @@ class OutputProcessor:
     def fail_all(self, error: Exception) -> None:
         """End every request with an error, because the engine is gone."""
         states = list(self._states.values())
+        self.num_engine_requests = 0
         self._states.clear()
         self._sequences.clear()
         self._ids.clear()
