@@ -59,12 +59,19 @@ def test_an_answer_is_made_without_its_client(server: LiveServer) -> None:
 def test_what_there_is_so_far_can_be_looked_at(make_server: MakeServer) -> None:
     server = make_server(llm=LONG)
     made = ask(server, background=True, ignore_eos=True, max_output_tokens=50_000)
-    server.wait_until(lambda: server.engine.num_steps > 20)
+
+    def pause_begun() -> bool:
+        if server.engine.num_steps > 20:
+            server.fake_client.hold()
+        return server.engine.num_steps > 20
+
+    server.wait_until(pause_begun)
     looked = get(server, made["id"])
     assert looked["status"] == "in_progress"
     [message] = looked["output"]
     assert (message["status"], len(message["content"][0]["text"]) > 5) == ("in_progress", True)
     assert server.http.delete(f"{PATH}/{made['id']}").status_code == 200
+    server.do(server.fake_client.resume)
     server.wait_until(lambda: not server.engine.live and server.context.num_open == 0)
     assert len(server.engine.aborted) == 1
 
