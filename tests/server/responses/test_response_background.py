@@ -58,7 +58,9 @@ def test_an_answer_is_made_without_its_client(server: LiveServer) -> None:
 
 def test_what_there_is_so_far_can_be_looked_at(make_server: MakeServer) -> None:
     server = make_server(llm=LONG)
+    server.do(server.fake_client.hold)
     made = ask(server, background=True, ignore_eos=True, max_output_tokens=50_000)
+    server.do(server.fake_client.resume)
 
     def pause_begun() -> bool:
         if server.engine.num_steps > 20:
