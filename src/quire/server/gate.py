@@ -17,7 +17,7 @@ from quire.errors import QuireError
 from quire.server.access_log import log_access, unlogged_paths
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorResponse, HTTPProblem, retry_headers, shutting_down
-from quire.server.limits import Quota, RateLimitError, set_deadline
+from quire.server.limits import ConcurrencySlot, Quota, RateLimitError, set_deadline
 from quire.server.paths import ALWAYS_SERVED, CANCEL_PATH, ENGINE_PATHS, UNLIMITED_METHODS, UNLOGGED, route_path
 from quire.server.relay import is_relayed
 
@@ -92,7 +92,8 @@ class Gate:
             with context.open_request(scope):
                 await self._app(scope, receive, exchange.send)
         else:
-            async with quota.running() as scope["state"]["slot"]:
+            async with quota.running() as exchange.slot:
+                scope["state"]["slot"] = exchange.slot
                 with context.open_request(scope):
                     await self._app(scope, receive, exchange.send)
 
@@ -115,7 +116,8 @@ class _Exchange:
     """One request and its response.
 
     Attributes:
-        request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits.
+        request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits; slot: of
+            that quota, while it runs.
         relayed: whether another front has forwarded it, which limits and records it.
     """
 
@@ -123,6 +125,7 @@ class _Exchange:
         self.started = time.perf_counter()
         self.status = 0
         self.quota: Quota | None = None
+        self.slot: ConcurrencySlot | None = None
         self.timed = scope["method"] == "POST"
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
@@ -144,6 +147,8 @@ class _Exchange:
                 message["headers"].append((b"x-quire-warning", f"{field} {warning}".encode()))
             if self.quota is not None:
                 message["headers"] += await self.quota.headers()
+        elif self.slot is not None and not message.get("more_body", False) and not self.slot.extended:
+            self.slot.release()  # first: the client may send its next request to another front
         await self._send(message)
 
 

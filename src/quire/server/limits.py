@@ -156,7 +156,7 @@ class ConcurrencySlot:
     __slots__ = ("_held", "extended")
 
     def __init__(self, held: Held) -> None:
-        self._held = held
+        self._held: Held | None = held
         self.extended = False
 
     def extend(self) -> None:
@@ -164,11 +164,13 @@ class ConcurrencySlot:
         self.extended = True
 
     def release(self) -> None:
-        """Free the slot."""
-        self._held.end()
+        """Free the slot, once."""
+        if self._held is not None:
+            self._held.end()
+            self._held = None
 
     def __enter__(self) -> ConcurrencySlot:
-        assert self.extended, "else it is freed twice"
+        assert self.extended, "else it is free already"
         return self
 
     def __exit__(self, *_: object) -> None:
