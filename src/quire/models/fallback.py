@@ -69,12 +69,12 @@ class TransformersForCausalLM:
 
     def _note_mask(self, *args: Any, mask_function: Any = None, **options: Any) -> None:
         """transformers' function that makes a mask: our attention needs none, but windows must be those we know."""
+        if self._step is not None or mask_function is None or not any(self.info.layer_windows):
+            return
         import torch
 
-        windows = [window for window in self.info.layer_windows if window is not None]
-        if self._step is None and mask_function is not None and windows:
-            far, first = torch.tensor(max(windows)), torch.tensor(0)
-            self._has_windows |= not bool(mask_function(0, 0, far, first))
+        far = torch.tensor(max(window or 0 for window in self.info.layer_windows))
+        self._has_windows |= not bool(mask_function(0, 0, far, torch.tensor(0)))
 
     def _skeleton(self) -> Any:
         import torch
@@ -84,7 +84,7 @@ class TransformersForCausalLM:
         found = auto._model_mapping[type(self._config)]
         kind = found[0] if isinstance(found, tuple) else found
         if not kind._supports_attention_backend:
-            raise self._refusal(kind, "does not take attention functions from outside, so that it cannot use the cache")
+            raise self._refusal(kind, "does not take attention functions from outside, as paged attention is")
         with torch.device("meta"), refusals(self.info.path, "transformers cannot build it"):
             model = auto.from_config(self._config, attn_implementation=self._name, trust_remote_code=False)
         if any(getattr(module, "is_causal", True) is False for module in model.modules()):
@@ -249,7 +249,7 @@ class TransformersForCausalLM:
         """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
         layer, backend = module.layer_idx, self.backend
         if attention_mask is not None:
-            raise self._refusal(type(self._model), "has an attention mask of its own, which the paged cache does not")
+            raise self._refusal(type(self._model), "has a mask of its own, which paged attention does not take")
         params = self._params.get(layer)
         if params is None:
             params = self._params[layer] = self._params_of(layer, query, key, scaling, options)

@@ -49,8 +49,7 @@ class Completion(Generation):
         super().__init__(context, body, "cmpl")
         self.prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
         self.only_prompt = body.echo and body.max_tokens == 0
-        if body.suffix:
-            self._check_suffix(body.suffix)
+        self._marks = self._fill_in_the_middle(body.suffix) if body.suffix else None
         check_stream_fields(body)
         self.params = self._params(body)
         self._streamed: dict[int, dict[int, _Choice]] = {}  # choices by prompt and number
@@ -68,27 +67,25 @@ class Completion(Generation):
             changes["prompt_logprobs"] = body.logprobs
         return self.request_params(**changes)
 
-    def _check_suffix(self, suffix: str) -> None:
-        """Raise `RequestError` if a suffix cannot be behind the prompts."""
+    def _fill_in_the_middle(self, suffix: str) -> tuple[str, str, str]:
+        """Return the tokenizer's marks of prefix, suffix and middle; raise `RequestError` if there can be no suffix."""
         check_unicode(suffix, "suffix")
-        if tokenizer_of(self.context.llm).fill_in_the_middle is None:
+        marks = tokenizer_of(self.context.llm).fill_in_the_middle
+        if marks is None:
             raise UnsupportedError("suffix: this model has no tokens for filling in the middle", param="suffix")
         if not all(isinstance(prompt, str) for prompt, _ in self.prompts):
             raise RequestError("suffix needs prompts that are texts", param="suffix")
         if self.body.truncate_prompt_tokens is not None:
             raise RequestError("suffix contradicts truncate_prompt_tokens; give one of them", param="suffix")
-
-    def _prompts_to_continue(self) -> list[tuple[str | list[int], str]]:
-        """Return the prompts as the engine gets them: with a suffix, in the tokens for filling in the middle."""
-        if not self.body.suffix:
-            return self.prompts
-        before, behind, middle = tokenizer_of(self.context.llm).fill_in_the_middle or ("", "", "")
-        return [(f"{before}{prompt}{behind}{self.body.suffix}{middle}", param) for prompt, param in self.prompts]
+        return marks
 
     async def start(self) -> None:
         """Check the prompts and submit them to the engine."""
         self.context.server.check_room(self.context.model)  # before anything is rendered or tokenized
-        prompts = self._prompts_to_continue()
+        prompts = self.prompts
+        if self._marks is not None:
+            before, behind, middle = self._marks
+            prompts = [(f"{before}{prompt}{behind}{self.body.suffix}{middle}", param) for prompt, param in prompts]
         if not self.body.add_special_tokens:
             prompts = [
                 (

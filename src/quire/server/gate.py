@@ -92,8 +92,7 @@ class Gate:
             with context.open_request(scope):
                 await self._app(scope, receive, exchange.send)
         else:
-            async with quota.running() as exchange.slot:
-                scope["state"]["slot"] = exchange.slot
+            async with quota.running() as scope["state"]["slot"]:
                 with context.open_request(scope):
                     await self._app(scope, receive, exchange.send)
 
@@ -116,8 +115,7 @@ class _Exchange:
     """One request and its response.
 
     Attributes:
-        request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits; slot: of
-            that quota, while it runs.
+        request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits.
         relayed: whether another front has forwarded it, which limits and records it.
     """
 
@@ -125,7 +123,6 @@ class _Exchange:
         self.started = time.perf_counter()
         self.status = 0
         self.quota: Quota | None = None
-        self.slot: ConcurrencySlot | None = None
         self.timed = scope["method"] == "POST"
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         valid = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
@@ -147,8 +144,10 @@ class _Exchange:
                 message["headers"].append((b"x-quire-warning", f"{field} {warning}".encode()))
             if self.quota is not None:
                 message["headers"] += await self.quota.headers()
-        elif self.slot is not None and not message.get("more_body", False) and not self.slot.extended:
-            self.slot.release()  # first: the client may send its next request to another front
+        elif not message.get("more_body", False):
+            slot: ConcurrencySlot | None = self._state.get("slot")
+            if slot is not None and not slot.extended:
+                slot.release()  # first: the client may send its next request to another front
         await self._send(message)
 
 

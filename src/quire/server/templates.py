@@ -49,7 +49,7 @@ def template_arguments(
     if body.reasoning_effort is not None:
         variables = {**_effort(body.reasoning_effort, variables), **variables}
     if body.verbosity is not None:
-        variables = {**_of_the_template("verbosity", {"verbosity": body.verbosity}, variables), **variables}
+        variables = {**_template_variables("verbosity", {"verbosity": body.verbosity}, variables), **variables}
     add_prompt = body.add_generation_prompt
     return {
         "add_generation_prompt": not body.continue_final_message if add_prompt is None else add_prompt,
@@ -81,10 +81,10 @@ def _effort(effort: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"reasoning_effort": effort}
     if effort == "none":
         found |= dict.fromkeys(THINKING_SWITCHES, False)
-    return _of_the_template("reasoning_effort", found, variables)
+    return _template_variables("reasoning_effort", found, variables)
 
 
-def _of_the_template(name: str, found: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+def _template_variables(name: str, found: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables that a field sets. Raises `RequestError` if the request has other values."""
     for variable, value in found.items():
         if variables.get(variable, value) != value:

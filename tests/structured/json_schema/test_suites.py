@@ -114,6 +114,23 @@ def test_the_whole_real_world() -> None:
 
 
 @pytest.mark.slow
+@needs_maskbench
+def test_few_real_instances_have_properties_that_are_not_listed() -> None:
+    accepted, valid, lost = 0, 0, 0
+    for _, schema, tests in maskbench_groups():
+        try:
+            closed = Acceptor(grammar_of(schema, additional_properties=False))
+        except SchemaError:
+            continue
+        accepted += 1
+        texts = [next(spellings(natural(test["data"]))) for test in tests if test["valid"]]
+        valid += len(texts)
+        lost += sum(not closed.accepts(text) for text in texts)
+    print(f"{lost} of {valid} valid instances of {accepted} schemas have properties that are not listed")
+    assert 0 < lost < valid / 10
+
+
+@pytest.mark.slow
 @needs_suite
 def test_random_texts_of_the_whole_suite_are_valid() -> None:
     assert check_written(suite_groups(), seed=2) > 700

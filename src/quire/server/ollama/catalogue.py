@@ -55,7 +55,7 @@ async def running(request: Request) -> Response:
     return json_response(
         {
             "models": [
-                {**entry, "context_length": lengths[entry["name"]], "size_vram": 0, "expires_at": NEVER}
+                {**entry, "context_length": lengths[entry["name"]], "expires_at": NEVER}
                 for entry in await _entries(models)
             ]
         }
