@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from quire.pooling_params import PoolingParams
     from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from quire.structured_outputs import StructuredOutputParams
+    from quire.structured_outputs import StructuredOutputParams as StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -63,6 +64,7 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -82,7 +84,12 @@ _NAMES = {
     "quire.structured_outputs": ("StructuredOutputParams",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-_OTHER_NAMES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}  # vLLM's, for the same
+# vLLM's, for the same.
+_OTHER_NAMES = {
+    "AsyncEngineArgs": "EngineArgs",
+    "AsyncLLMEngine": "AsyncLLM",
+    "StructuredOutputsParams": "StructuredOutputParams",
+}
 
 
 def __getattr__(name: str) -> Any:

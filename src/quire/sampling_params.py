@@ -64,6 +64,8 @@ NOT_GREEDY = ("mirostat", "dynatemp_range")
 OLLAMA = ("ollama",)
 HF_OLLAMA = ("hf", "ollama")
 
+StructuredOutputsParams = GuidedDecodingParams = StructuredOutputParams  # vLLM's names, the newer and the older
+
 _S = TypeVar("_S", bound=msgspec.Struct)
 Check = Callable[[str, Any], Any]
 
@@ -201,6 +203,7 @@ def _check_arguments(arguments: dict[Any, Any], name: str) -> None:
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:
+    value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value  # a command line's
     if not isinstance(value, bool) and value != "never":
         raise wrong_value(name, "true, false or 'never'", value)
     return value
@@ -277,13 +280,6 @@ _check_repetition = partial(as_struct, kind=RepetitionDetectionParams)
 check_structured_outputs = partial(as_struct, kind=StructuredOutputParams)
 
 
-def check_best_of(value: Any, n: int) -> int:
-    """Return `best_of` if it is an int within [n, `MAX_N`]; raise `RequestError` else."""
-    if check_int("best_of", value, 1, MAX_N) < n:
-        raise RequestError(f"best_of must be at least n ({n}), got {value}", param="best_of")
-    return int(value)
-
-
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling options of one request. Raises `RequestError` naming the field, the value, and what is allowed.
 
@@ -304,7 +300,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         logprob_token_ids: ids whose log-probabilities are given at each position, in place of the likeliest; `logprobs`
             is then absent or their number.
         flat_logprobs: log-probabilities come as `outputs.FlatLogprobs`, which has few objects for many numbers.
-        structured_outputs: constrains the text; with reasoning, what comes after it.
+        structured_outputs: constrains the text; with reasoning, what comes after it. guided_decoding: its former name.
         thinking_token_budget: most tokens of reasoning; then it is ended. None or -1: no bound.
         stream_interval: tokens of a completion between two outputs of a stream; the first and the last always come.
         skip_reading_prefix_cache: compute the whole prompt. skip_clone: the caller will not change this object, so that
@@ -445,6 +441,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         ),
     ] = None
     structured_outputs: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, frontend=True)] = None
+    guided_decoding: Annotated[StructuredOutputParams | None, Option(check_structured_outputs, frontend=True)] = None
     thinking_token_budget: Annotated[
         int | None, Option(_integer_or_unset(-1), "Maximum number of reasoning tokens.")
     ] = None
@@ -571,6 +568,36 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     mirostat_eta: Annotated[
         float, Option(_number(0.0, 1.0), "Learning rate of mirostat.", needs=("mirostat",), names=OLLAMA)
     ] = 0.1
+    use_beam_search: Annotated[
+        bool,
+        Option(
+            check_bool,
+            "Use beam search: return the n most likely completions of best-of beams.",
+            affects="number",
+            frontend=True,
+        ),
+    ] = False
+    length_penalty: Annotated[
+        float,
+        Option(
+            _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+            "Beams are ranked by the sum of log-probabilities over length to this power.",
+            needs=("use_beam_search",),
+            affects="number",
+            frontend=True,
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        str | bool,
+        Option(
+            _check_early_stopping,
+            "When enough beams have finished, stop at once (true), if no running beam looks better (false), or only "
+            "if none can become better (never).",
+            needs=("use_beam_search",),
+            affects="number",
+            frontend=True,
+        ),
+    ] = False
     watermarking: Annotated[Any, Option(refused="texts are not watermarked")] = None
     routed_experts_prompt_start: Annotated[int | None, Option(refused="the choice of experts is not reported")] = None
     trace_decode_token_ids: Annotated[list[int] | None, Option(refused="decoding is not traced")] = None
@@ -580,6 +607,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check_fields(self, _CHECKS)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         self.bad_words = self.bad_words or []
+        if self.guided_decoding is not None:
+            if self.structured_outputs not in (None, self.guided_decoding):
+                message = "guided_decoding is another name of structured_outputs; give one of them"
+                raise RequestError(message, param="guided_decoding")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.use_beam_search:
+            self._check_beams()
         if self.greedy:  # the likeliest token survives all three
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         elif self.temperature > MAX_TEMPERATURE:
@@ -599,10 +633,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             yield "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
         if self.stop and not self.detokenize:
             yield "stop", "stop strings need detokenize=True"
-        if self.best_of is not None:
-            check_best_of(self.best_of, self.n)
+        if self.best_of is not None and check_int("best_of", self.best_of, 1, MAX_N) < self.n:
+            yield "best_of", f"best_of must be at least n ({self.n}), got {self.best_of}"
         ranked = f"best_of must equal n ({self.n})"
-        if self.num_sequences > self.n and self.greedy:
+        if self.num_sequences > self.n and self.greedy and not self.use_beam_search:
             yield "best_of", f"{ranked} with temperature 0, which gives equal completions; got {self.best_of}"
         if self.num_sequences > self.n and self.output_kind == RequestOutputKind.DELTA:
             yield "best_of", f"{ranked} in a stream, because the best are known at the end only; got {self.best_of}"
@@ -622,6 +656,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.stream_interval is not None and self.num_sequences > self.n:
             why = f"best_of ({self.best_of}) above n ({self.n}), whose completions are known at the end only"
             yield "stream_interval", f"stream_interval contradicts {why}"
+
+    def _check_beams(self) -> None:
+        """Raise for what a beam search cannot honour: beams follow the model's own probabilities, to their end."""
+        if self.temperature not in (0.0, 1.0):
+            message = f"temperature must be 0, 1 or absent with beam search, got {self.temperature:g}"
+            raise UnsupportedError(message, param="temperature")
+        if self.output_kind == RequestOutputKind.DELTA:
+            raise UnsupportedError(
+                "stream is not supported with beam search, which knows its beams at the end only", param="stream"
+            )
+        for name in SamplingParams.__struct_fields__:
+            neutral: tuple[Any, ...] = ([], DEFAULTS[name], OTHER_DEFAULTS.get(name, DEFAULTS[name]))
+            if name not in BEAM_FIELDS and getattr(self, name) not in neutral:
+                raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
+        check_int("n" if self.best_of is None else "best_of", self.num_sequences, 1, MAX_BEAM_WIDTH)
+        self.temperature, self.output_kind = 0.0, RequestOutputKind.FINAL_ONLY
 
     def _is_set(self, name: str) -> bool:
         value = getattr(self, name)
@@ -653,6 +703,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """Whether log-probabilities of output tokens are returned."""
         return self.num_logprobs is not None
 
+    def beam_search_params(self) -> BeamSearchParams:
+        """Return the search that `use_beam_search` means, less its grammar; `max_tokens` must not be None."""
+        shared = DEFAULTS.keys() & set(BeamSearchParams.__struct_fields__) - {"structured_outputs"}
+        return BeamSearchParams(beam_width=self.num_sequences, **{name: getattr(self, name) for name in shared})
+
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
         return msgspec.structs.replace(self, **changes)
@@ -668,6 +723,8 @@ def _check_fields(params: msgspec.Struct, checks: Sequence[tuple[str, Check, boo
 
 def with_recommended(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request over those a model's makers recommend, less what the request replaces."""
+    if given.get("use_beam_search"):
+        return dict(given)
     replaced = MIROSTAT_REPLACES if given.get("mirostat") else ()
     return {**{name: value for name, value in recommended.items() if name not in replaced}, **given}
 
@@ -701,37 +758,11 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Check every field. Structs decoded from the wire pass through here too."""
         _check_fields(self, _BEAM_CHECKS)
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], *, most_tokens: int) -> BeamSearchParams:
-        """Return the search that a request means which says `use_beam_search` among sampling fields.
-
-        Args:
-            fields: of `SamplingParams`, and `length_penalty` and `early_stopping`. The beam width is `best_of`, or else
-                `n`, of which the caller returns `n`. most_tokens: what `max_tokens` None means.
-
-        Raises:
-            UnsupportedError: a field asks for something that beams cannot honour. RequestError: it is malformed.
-        """
-        rest = dict(fields)
-        options = {name: rest.pop(name) for name in ("length_penalty", "early_stopping") if name in rest}
-        best_of = rest.pop("best_of", None)
-        temperature = check_float("temperature", rest.pop("temperature", 0.0), 0.0, FLOAT64_MAX)
-        if temperature != 0.0:
-            raise UnsupportedError(
-                f"temperature must be 0 or absent with beam search, got {temperature:g}", param="temperature"
-            )
-        params = SamplingParams(**rest)
-        width = params.n if best_of is None else check_best_of(best_of, params.n)
-        check_int("n" if best_of is None else "best_of", width, 1, MAX_BEAM_WIDTH)
-        neutral = SamplingParams(top_k=min(params.top_k, 0), output_kind=params.output_kind)  # 0 and -1 are the same
-        shared = set(cls.__struct_fields__) & set(SamplingParams.__struct_fields__)
-        for name in SamplingParams.__struct_fields__:  # a seed cannot change the result of a search
-            if name not in {*shared, "n", "seed"} and getattr(params, name) != getattr(neutral, name):
-                raise UnsupportedError(f"{name} is not supported with beam search; leave it out", param=name)
-        taken = {name: getattr(params, name) for name in shared - {"temperature"}} | options
-        if taken["max_tokens"] is None:
-            taken["max_tokens"] = most_tokens
-        return cls(beam_width=width, **taken)
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request for all beams of this search."""
+        shared = DEFAULTS.keys() & set(self.__struct_fields__)
+        options = {name: getattr(self, name) for name in shared}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, **options)
 
     def clone(self, **changes: Any) -> BeamSearchParams:
         """Return a copy with some fields replaced (and all of them checked again)."""
@@ -765,6 +796,11 @@ NEEDS = {name: option.needs for name, option in OPTIONS.items() if option.needs}
 _CHECKS = _checks_of(OPTIONS)
 _BEAM_CHECKS = _checks_of(_options_of(BeamSearchParams))
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+# Fields that have a meaning with `use_beam_search`, or cannot change the result of a search.
+BEAM_FIELDS = {
+    *BeamSearchParams.__struct_fields__,
+    *("use_beam_search", "n", "best_of", "seed", "output_kind"),
+} & DEFAULTS.keys()
 # Changes that take the frontend's own options, or the log-probabilities of the prompt, out of a request.
 WITHOUT_FRONTEND = {name: DEFAULTS[name] for name, option in OPTIONS.items() if option.frontend}
 WITHOUT_PROMPT_LOGPROBS = {

@@ -12,7 +12,7 @@ import pytest
 from quire.cli import main as cli_main
 from quire.errors import ContextLengthError, GenerationError, QuireError
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 TOO_LONG = "too long"
 FAILING = "failing"
@@ -67,20 +67,19 @@ def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 class FakeStream:
     """Outputs of one request: the text word by word, or all at once."""
 
-    def __init__(self, llm: FakeAsyncLLM, ids: list[int], text: str, params: SamplingParams | BeamSearchParams) -> None:
+    def __init__(self, llm: FakeAsyncLLM, ids: list[int], text: str, params: SamplingParams) -> None:
         self._llm = llm
         pieces = text.split(" ")
-        beams = isinstance(params, BeamSearchParams)
-        if beams or params.output_kind is RequestOutputKind.FINAL_ONLY:
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
             pieces = [text]
-        count = params.beam_width if beams else params.n
+        count = params.num_sequences
         self._outputs = []
         for place, piece in enumerate(pieces):
             last = place == len(pieces) - 1
             ending = "" if last else " "
             items = [
                 CompletionOutput(index, piece + ending, [7] * 3, finish_reason="stop" if last else None)
-                for index in range(count)
+                for index in range(params.n)
             ]
             if last and text.startswith(FAILING):
                 items[0].finish_reason, items[0].error = "error", GenerationError("logits are not finite")

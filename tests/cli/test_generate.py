@@ -11,7 +11,7 @@ from quire.cli.generate import read_prompts
 from quire.cli.offline import READY_PER_RUNNING
 from quire.errors import ModelError, RequestError
 from quire.ordered import WINDOW
-from quire.sampling_params import BeamSearchParams, RequestOutputKind
+from quire.sampling_params import RequestOutputKind, SamplingParams
 
 
 def lines_of(text: str) -> list[dict]:
@@ -152,8 +152,8 @@ def test_beams(quire, fake_llm):
     assert len(item["outputs"]) == 2
     assert item["usage"]["completion_tokens"] == 9
     assert quire("generate", "-p", "x", *words, "--best-of", "2").out == "x back\n"
-    wide = BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=2.0, early_stopping=True)
-    assert [params for _, params in fake_llm.requests] == [wide, wide.clone(beam_width=2)]
+    wide = SamplingParams(n=2, best_of=3, max_tokens=9, use_beam_search=True, length_penalty=2.0, early_stopping=True)
+    assert [params for _, params in fake_llm.requests] == [wide, wide.clone(n=1, best_of=2)]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_beams(quire, fake_llm):
         (["-p", "x", "--n", "3", "--best-of", "2"], "best_of must be at least n"),
         (["-p", "x", "--best-of", "2", "--temperature", "0"], "best_of must equal n"),
         (["-p", "x", "--use-beam-search", "--top-p", "0.5"], "top_p is not supported with beam search"),
-        (["-p", "x", "--use-beam-search", "--temperature", "1"], "temperature must be 0 or absent"),
-        (["-p", "x", "--length-penalty", "2"], "length_penalty needs use_beam_search"),
-        (["-p", "x", "--early-stopping", "never"], "early_stopping needs use_beam_search"),
+        (["-p", "x", "--use-beam-search", "--temperature", "0.5"], "temperature must be 0, 1 or absent"),
+        (["-p", "x", "--length-penalty", "2"], "length_penalty has no effect without use_beam_search"),
+        (["-p", "x", "--early-stopping", "never"], "early_stopping has no effect without use_beam_search"),
         (["-p", "x", "-i", "y"], "prompt contradicts input"),
         (["-i", "/no/such/file"], "/no/such/file"),
         (["-p", ""], "--prompt"),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import BeamSearchParams, SamplingParams
+from quire import BeamSearchParams, SamplingParams, StructuredOutputParams
 from quire.errors import RequestError, UnsupportedError
 from quire.sampling_params import MIROSTAT_REPLACES, RequestOutputKind, with_recommended
 from tests.helpers.errors import refused
@@ -104,10 +104,24 @@ def test_a_beam_search_from_the_fields_of_a_request() -> None:
     fields = {"n": 2, "best_of": 5, "max_tokens": None, "length_penalty": 0.5, "early_stopping": True, "seed": 3}
     fields |= {"top_k": -1, "top_p": 1, "presence_penalty": 0, "stop": [], "bad_words": None, "ignore_eos": True}
     expected = BeamSearchParams(beam_width=5, max_tokens=40, ignore_eos=True, length_penalty=0.5, early_stopping=True)
-    assert BeamSearchParams.from_fields(fields, most_tokens=40) == expected
-    assert BeamSearchParams.from_fields({"n": 3, "max_tokens": 8}, most_tokens=40) == BeamSearchParams(
-        beam_width=3, max_tokens=8
-    )
+    params = SamplingParams(use_beam_search=True, **fields)
+    assert params.clone(max_tokens=40).beam_search_params() == expected
+    assert params.greedy and params.output_kind is RequestOutputKind.FINAL_ONLY
+    assert params.clone(n=3).n == 3  # what it has made of its fields passes the checks again
+    old = SamplingParams(n=3, best_of=3, use_beam_search=True, temperature=0.0, early_stopping=True)
+    search = BeamSearchParams(beam_width=3, early_stopping=True)
+    assert old.beam_search_params() == search and search.sampling_params().beam_search_params() == search
+
+
+def test_the_former_name_of_structured_outputs() -> None:
+    form = StructuredOutputParams(choice=["yes", "no"])
+    assert SamplingParams(guided_decoding=form) == SamplingParams(structured_outputs=form)
+    with refused("guided_decoding", match="give one of them"):
+        SamplingParams(guided_decoding=form, structured_outputs=StructuredOutputParams(regex="x"))
+
+
+def test_no_recommended_value_changes_a_beam_search() -> None:
+    assert with_recommended({"temperature": 0.6}, {"use_beam_search": True}) == {"use_beam_search": True}
 
 
 NOT_FOR_BEAMS: dict[str, Any] = {
@@ -165,12 +179,12 @@ DEPENDENT: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", NOT_FOR_BEAMS)
 def test_what_beams_cannot_honour_is_refused_by_name(name: str) -> None:
     with refused(name, kind=UnsupportedError, match=name):
-        BeamSearchParams.from_fields({"n": 2, name: NOT_FOR_BEAMS[name]}, most_tokens=9)
+        SamplingParams(**{"n": 2, name: NOT_FOR_BEAMS[name], "use_beam_search": True})
 
 
 def test_every_sampling_field_is_honoured_by_beams_or_refused() -> None:
-    honoured = {"n", "seed", *BeamSearchParams.__struct_fields__} - {"beam_width", "length_penalty", "early_stopping"}
-    elsewhere = {"best_of", "output_kind"}
+    honoured = {"n", "seed", "use_beam_search", *BeamSearchParams.__struct_fields__} - {"beam_width"}
+    elsewhere = {"best_of", "output_kind", "guided_decoding"}
     assert set(SamplingParams.__struct_fields__) == {*NOT_FOR_BEAMS, *DEPENDENT, *elsewhere, *honoured}
 
 
@@ -180,7 +194,7 @@ def test_what_means_nothing_alone_is_refused_by_name(name: str) -> None:
     with refused(name, match=f"{name} has no effect without .*{needed}"):
         SamplingParams(**{name: value})
     with pytest.raises(RequestError, match=name):
-        BeamSearchParams.from_fields({"n": 2, name: value}, most_tokens=9)
+        SamplingParams(**{"n": 2, name: value, "use_beam_search": True})
 
 
 @pytest.mark.parametrize(

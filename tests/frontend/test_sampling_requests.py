@@ -13,7 +13,7 @@ from quire.errors import EngineDeadError, RequestError
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.input_processor import InputProcessor
 from quire.outputs import FlatLogprobs, Logprob, RequestOutput
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.frontend.conftest import MAKERS, NAMED
 from tests.frontend.test_output_processor import Rig
@@ -97,7 +97,7 @@ def test_options_of_outputs_do_not_trouble_several_sequences() -> None:
     assert [add.sampling_params.prompt_logprobs for add in adds] == [1, None, None]
     best = SamplingParams(n=1, best_of=2, logprob_token_ids=[3, 4])
     assert engine_requests(front, "hello", best, "r", arrival_time=0.0)[0].sampling_params.logprobs is None
-    beam = engine_requests(front, "hello", BeamSearchParams(beam_width=2), "r", arrival_time=0.0)
+    beam = engine_requests(front, "hello", SamplingParams(n=2, use_beam_search=True), "r", arrival_time=0.0)
     assert beam[0].dry_breakers == []
 
 

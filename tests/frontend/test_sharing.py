@@ -155,7 +155,7 @@ def test_the_end_of_a_beam_shows_only_if_asked_for(options: dict[str, Any], text
     assert beam.finish_reason == "stop"
 
     async def test(llm: Any, client: FakeClient) -> None:
-        stream = await llm.submit("a", params)
+        stream = await llm.submit("a", params.sampling_params())
         [result] = [output async for output in stream]
         assert result.outputs[0].text == text
 
@@ -167,7 +167,7 @@ def test_bad_beam_searches_are_refused_before_any_work() -> None:
     for prompts, params, param in (
         ("x", SamplingParams(), "params"),
         ("x", None, "params"),
-        ("x", BeamSearchParams(beam_width=5), "beam_width"),
+        ("x", BeamSearchParams(beam_width=5), "n"),
         (["x", ""], BeamSearchParams(beam_width=2), "prompts[1]"),
         ([{"text": "x"}], BeamSearchParams(beam_width=2), "prompt"),
     ):
@@ -198,16 +198,16 @@ def test_beams_without_a_tokenizer_have_no_text() -> None:
 
 def test_counts_of_a_beam_search() -> None:
     rig = Rig("hello||ab")
-    params = BeamSearchParams(beam_width=2)
+    params = SamplingParams(n=1, best_of=2, use_beam_search=True)
     [add] = engine_requests(rig.processor, "x", params, "b", arrival_time=0.0)
     state = rig.outputs.add("b", "x", [add], params)
     rig.engine.send(add)
     [output] = rig.run(state)
     assert output.num_generated_tokens == 2 + 3
-    assert [item.index for item in output.outputs] == [0, 1]
+    assert [(item.index, item.cumulative_logprob) for item in output.outputs] == [(0, -1.0)]
     assert rig.listener.steps == [(1, 5)]
     [done] = rig.listener.finished
-    assert (done.n, done.num_sequences, done.num_generation_tokens, done.finish_reason) == (2, 2, 5, "stop")
+    assert (done.n, done.num_sequences, done.num_generation_tokens, done.finish_reason) == (1, 2, 5, "stop")
     assert rig.outputs.num_unfinished == 0
 
 

@@ -81,6 +81,7 @@ def test_public_names_are_these():
         "SamplingParams",
         "ScoringRequestOutput",
         "StructuredOutputParams",
+        "StructuredOutputsParams",
         "TextPrompt",
         "TokensPrompt",
         "__version__",

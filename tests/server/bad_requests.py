@@ -225,7 +225,8 @@ COMPLETION_ROWS = [
     bad(VALUE, "logits_processors", logits_processors=["nope"]),
     bad(TYPE, "logits_processors", logits_processors="os:system"),
     bad(TYPE, "use_beam_search", use_beam_search=1),
-    *[bad(VALUE, "length_penalty", length_penalty=value) for value in (2.0, True)],
+    bad(VALUE, "length_penalty", length_penalty=2.0),
+    bad(TYPE, "length_penalty", length_penalty=True),
     *[bad(VALUE, "early_stopping", early_stopping=value) for value in (True, 0)],
 ]
 

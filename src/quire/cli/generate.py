@@ -37,10 +37,8 @@ from quire.options import option
 from quire.ordered import in_order
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import (
-    MAX_LENGTH_PENALTY,
     MAX_N,
     OPTIONS,
-    BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
     with_recommended,
@@ -48,7 +46,6 @@ from quire.sampling_params import (
 
 if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
-    from quire.frontend.prompts import Params
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,38 +191,8 @@ class GenerateOptions:
     output: str | None = option(None, "File for results, as JSON lines; default: standard output.", metavar="FILE")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamOptions:
-    """Beam search"""
-
-    use_beam_search: bool = option(False, "Use beam search: return the n most likely completions of best-of beams.")
-    length_penalty: float = option(
-        1.0,
-        "Beams are ranked by the sum of log-probabilities over length to this power.",
-        low=-MAX_LENGTH_PENALTY,
-        high=MAX_LENGTH_PENALTY,
-    )
-    early_stopping: str = option(
-        "false",
-        "When enough beams have finished, stop at once (true), if no running beam looks better (false), or only "
-        "if none can become better (never).",
-        choices=("true", "false", "never"),
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse options that would have no effect."""
-        for name, neutral in (("length_penalty", 1.0), ("early_stopping", "false")):
-            if not self.use_beam_search and getattr(self, name) != neutral:
-                raise ConfigError(f"{name} needs use_beam_search", param=name)
-
-    def fields(self) -> dict[str, Any]:
-        """Return them as `BeamSearchParams.from_fields` takes them."""
-        stopping = {"true": True, "false": False}.get(self.early_stopping, self.early_stopping)
-        return {"length_penalty": self.length_penalty, "early_stopping": stopping}
-
-
 FLAGS = [
-    *flags_of((GenerateOptions, BeamOptions)),
+    *flags_of((GenerateOptions,)),
     *sampling_flags(defaults={"max_tokens": MAX_TOKENS}),
     *flags_of(OFFLINE_GROUPS),
 ]
@@ -236,8 +203,7 @@ def run(values: dict[str, Any]) -> int:
     config = engine_config(values)
     options: GenerateOptions = options_from(GenerateOptions, values)
     sampling = sampling_values(values)
-    beams: BeamOptions = options_from(BeamOptions, values)
-    flags = SamplingFlags(sampling, beams if beams.use_beam_search else None)
+    flags = SamplingFlags(sampling)
     flags.params({})  # raises for contradictions before a model is loaded
     logs.setup(options_from(LogOptions, values).log_level)
     if options.prompt is not None and options.input is not None:
@@ -282,24 +248,22 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
 class SamplingFlags:
     """The sampling options on the command line, and requests made with them."""
 
-    def __init__(self, sampling: dict[str, Any], beams: BeamOptions | None) -> None:
+    def __init__(self, sampling: dict[str, Any]) -> None:
         self._sampling = sampling
-        self._beams = beams
 
     @property
     def num_sequences(self) -> int:
         """Sequences of a prompt without sampling options of its own."""
         return int(self._sampling.get("best_of", self._sampling.get("n", 1)))
 
-    def params(self, recommended: dict[str, Any], own: dict[str, Any] | None = None, *, stream: bool = False) -> Params:
+    def params(
+        self, recommended: dict[str, Any], own: dict[str, Any] | None = None, *, stream: bool = False
+    ) -> SamplingParams:
         """Return the model's recommended values, overridden by the command line's, and these by the prompt's `own`."""
         given = {**self._sampling, **(own or {})}
-        if self._beams is not None:
-            fields = {"max_tokens": MAX_TOKENS, **given, **self._beams.fields()}
-            return BeamSearchParams.from_fields(fields, most_tokens=MAX_TOKENS)
         n = given.get("n", 1)
-        ranked = given.get("best_of", n) != n
-        kind = RequestOutputKind.DELTA if stream and not ranked else RequestOutputKind.FINAL_ONLY
+        whole = given.get("best_of", n) != n or given.get("use_beam_search", False)
+        kind = RequestOutputKind.DELTA if stream and not whole else RequestOutputKind.FINAL_ONLY
         values = with_recommended(recommended, given)
         return SamplingParams(**{"max_tokens": MAX_TOKENS, **values, "output_kind": kind})
 
@@ -313,7 +277,6 @@ class SamplingFlags:
         for completion in final.outputs:
             if completion.error is not None:
                 raise completion.error
-        del final.outputs[line.params.get("n", self._sampling.get("n", 1)) :]  # of beams, the best
         return final
 
 

@@ -14,7 +14,7 @@ import msgspec
 from quire.cli.flags import Flag
 from quire.config import CONFIG_GROUPS, AcceptedOptions, EngineConfig
 from quire.options import Option, base_type, option, option_fields
-from quire.sampling_params import OPTIONS, SamplingParams
+from quire.sampling_params import DEFAULTS, OPTIONS, SamplingParams
 from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _field_check(name: str) -> Callable[[Any], Any]:
 
     `max_tokens` is left open, because `min_tokens` is compared with it; the field that this one needs is set.
     """
-    beside = dict.fromkeys(OPTIONS[name].needs[:1], 1)
+    beside = {other: DEFAULTS[other] is False or 1 for other in OPTIONS[name].needs[:1]}
 
     def check(value: Any) -> Any:
         SamplingParams(**{"max_tokens": None, **beside, name: value})

@@ -42,7 +42,7 @@ def document() -> str:
     parts += _section(
         "generate",
         [
-            *flags_of((generate.GenerateOptions, generate.BeamOptions)),
+            *flags_of((generate.GenerateOptions,)),
             *sampling_flags(defaults={"max_tokens": generate.MAX_TOKENS}),
         ],
     )

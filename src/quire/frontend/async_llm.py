@@ -351,7 +351,7 @@ class AsyncLLM:
         Raises also what ended the search in the engine: `RequestError` or `GenerationError`.
         """
         options = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "lora_request": lora_request}
-        async with await self.submit(prompt, params, request_id, **options) as stream:  # type: ignore[arg-type]
+        async with await self.submit(prompt, params.sampling_params(), request_id, **options) as stream:  # type: ignore[arg-type]
             return beam_search_output(await anext(stream), params, self.tokenizer)
 
     async def encode(

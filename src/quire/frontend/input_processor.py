@@ -30,7 +30,6 @@ from quire.sampling_params import (
     OPTIONS,
     WITHOUT_FRONTEND,
     WITHOUT_PROMPT_LOGPROBS,
-    BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
 )
@@ -38,12 +37,6 @@ from quire.tokenizer.tokenizer import text_called
 
 TOKEN_ID_OPTIONS = [name for name, option in OPTIONS.items() if option.token_ids]
 TOKENIZER_OPTIONS = [name for name, option in OPTIONS.items() if option.tokenizer]
-# Fields of a beam search that are sampling parameters of its beams.
-BEAM_OPTIONS = [
-    name
-    for name in BeamSearchParams.__struct_fields__
-    if name in OPTIONS and OPTIONS[name].affects == "text" and not OPTIONS[name].frontend
-]
 CHECKED_AT_ONCE = 65536
 MAX_SALT_LENGTH = 1024
 MAX_TENANT_LENGTH = 256
@@ -170,10 +163,8 @@ class InputProcessor:
         assert params.structured_outputs is None or request.grammar is not None, (
             "it would be ignored without its grammar"
         )
-        beam = None
-        if isinstance(params, BeamSearchParams):
-            self.check_beam_width(params.beam_width)
-            beam, params = params, _params_of_beams(params)
+        if params.use_beam_search:
+            self._check_beam_width(params)
         self._check_params(params, self._vocab_size(request.lora))
         self.check_logprobs(params, len(token_ids))
         eos_ids = () if params.ignore_eos else self.eos_token_ids
@@ -182,9 +173,9 @@ class InputProcessor:
         request.stop_ids = sorted({*eos_ids, *(params.stop_token_ids or ())})
         request.bad_words_ids = self.bad_words_ids(params.bad_words or [])
         request.dry_breakers = self._dry_breakers(params)
-        if beam is not None:
-            request.beam = beam.clone(max_tokens=request.max_tokens, structured_outputs=None)
-            request.sampling_params = params
+        if params.use_beam_search:
+            request.beam = params.clone(max_tokens=request.max_tokens).beam_search_params()
+            request.sampling_params = _params_of_one(params)
             return [request]
         return self._split(request, params)
 
@@ -229,12 +220,13 @@ class InputProcessor:
             for start in range(0, count, most)
         ]
 
-    def check_beam_width(self, width: int, param: str = "beam_width") -> None:
+    def _check_beam_width(self, params: SamplingParams) -> None:
         """Raise `RequestError` for more beams than the engine runs sequences at a time."""
-        if width > self._ready.max_num_seqs:
+        param = "n" if params.best_of is None else "best_of"
+        if params.num_sequences > self._ready.max_num_seqs:
             raise RequestError(
                 f"{param} must be at most {self._ready.max_num_seqs} (max_num_seqs of this engine) with beam search, "
-                f"got {width}",
+                f"got {params.num_sequences}",
                 param=param,
                 code="integer_above_max_value",
             )
@@ -344,15 +336,9 @@ def _params_of_one(params: SamplingParams) -> SamplingParams:
     """Return what each sequence of a request does; those that are ranked report the log-probability of each token."""
     if params.skip_clone and params.num_sequences == 1 and params.structured_outputs is None:
         return params
-    ranked = params.num_sequences > params.n and not params.returns_logprobs
+    ranked = params.num_sequences > params.n and not params.returns_logprobs and not params.use_beam_search
     # The engine gets the grammar; the schema it was compiled from may be large. The front shapes the outputs.
     return params.clone(**WITHOUT_FRONTEND, logprobs=0 if ranked else params.logprobs)
-
-
-def _params_of_beams(params: BeamSearchParams) -> SamplingParams:
-    """Return the sampling parameters under which a beam's tokens become text."""
-    shared = {name: getattr(params, name) for name in BEAM_OPTIONS}
-    return SamplingParams(**shared, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def check_ids(ids: Sequence[Any], vocab_size: int, param: str, *, text: bool = False) -> None:

@@ -135,7 +135,8 @@ class LLM:
             GenerationError: the engine could not go on with a search.
         """
         items = as_prompts(prompts)
-        inputs = request_inputs(items, one_each([params], 1, "params", BeamSearchParams) * len(items))
+        [params] = one_each([params], 1, "params", BeamSearchParams)
+        inputs = request_inputs(items, [params.sampling_params()] * len(items))
         outputs = _outputs(self._run(inputs, use_tqdm, priority, tenant, lora_request))
         return [beam_search_output(output, params, self._front.tokenizer) for output in outputs]
 

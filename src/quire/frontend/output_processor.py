@@ -200,7 +200,7 @@ class RequestState:
         notify: called whenever `take` may have something new.
         error: set if the request failed in a way that its outputs cannot express.
         pooled: the output of a pooling request, once it has finished.
-        n: completions to return. completions: one for each sequence; of a beam search one, until the beams are there.
+        completions: one for each sequence; of a beam search one, until the beams are there.
     """
 
     def __init__(
@@ -217,7 +217,6 @@ class RequestState:
         self.engine_requests = engine_requests
         self.prompt_token_ids = engine_requests[0].prompt_token_ids
         self.params = params
-        self.n = params.n if engine_requests[0].beam is None else engine_requests[0].beam.beam_width
         # All its ids in an engine, also in one that replaced another.
         self.ids = {request_id, *[name for item in engine_requests for name in (item.request_id, *item.sequence_ids)]}
         self.ids |= {item.request_id + REST for item in engine_requests if len(item.sequence_ids) > 1}
@@ -235,16 +234,14 @@ class RequestState:
         self.cut_stop_token = not params.include_stop_str_in_output
         self._tokenizer = tokenizer
         # The grammar of a chat message without structured output constrains its tool calls only.
-        self._is_structured = params.structured_outputs is not None or (
-            engine_requests[0].beam is not None and engine_requests[0].grammar is not None
-        )
+        self._is_structured = params.structured_outputs is not None
         parts = [(part, name) for part, item in enumerate(engine_requests) for name in item.sequence_ids]
         self.completions = [
             _Completion(index, name, params, self._detokenizer, part) for index, (part, name) in enumerate(parts)
         ]
         self.num_unfinished = len(self.completions)
         self._num_preemptions = [0] * len(engine_requests)
-        self._ranked = len(self.completions) > self.n
+        self._ranked = params.num_sequences > params.n
         self._kind = FINAL_ONLY if self._ranked else params.output_kind
         self._interval = params.stream_interval or 1
         self._changed = False
@@ -320,12 +317,14 @@ class RequestState:
     def _best(self) -> list[_Completion]:
         """Return the `n` best of the finished completions, best first, and number them anew.
 
-        Any that failed or was aborted come first: without them the best are unknown.
+        Any that failed or was aborted come first: without them the best are unknown. Beams come ranked.
         """
+        if self.params.use_beam_search:
+            return self.completions[: self.params.n]
         best = sorted(
             self.completions,
             key=lambda item: (item.finish_reason not in ("error", "abort"), -(item.cumulative_logprob or 0.0)),
-        )[: self.n]
+        )[: self.params.n]
         for index, item in enumerate(best):
             item.index = index
         return best
@@ -488,7 +487,7 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         engine_requests: Sequence[EngineRequest],
-        params: SamplingParams | BeamSearchParams | PoolingParams,
+        params: SamplingParams | PoolingParams,
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
         """Register a request; the caller then sends its engine requests to the engine.
@@ -645,7 +644,7 @@ class OutputProcessor:
             num_prompt_tokens=len(state.prompt_token_ids),
             num_generation_tokens=state.num_generated_tokens,
             max_tokens=state.max_tokens,
-            n=state.n,
+            n=state.params.n,
             num_sequences=len(state.completions),
             finish_reason=state.completions[0].finish_reason or "abort",
             refused=isinstance(state.completions[0].error, RequestError | EngineAsleepError),

@@ -14,7 +14,7 @@ from quire.checks import wrong_type, wrong_value
 from quire.errors import RequestError
 from quire.frontend.formats.message import MessageSpec
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -30,8 +30,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | list[int] | Mapping[str, Any]
-TextParams = SamplingParams | BeamSearchParams
-Params = TextParams | PoolingParams
+Params = SamplingParams | PoolingParams
 
 
 class TokensOfText(list[int]):

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from quire.checks import INT64_MAX, check_int
 from quire.errors import RequestError, UnsupportedError
 from quire.frontend.formats.message import MessageSpec
-from quire.frontend.prompts import TextParams
 from quire.frontend.tools import requested_tools
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling.thinking import ThinkingBudget
+from quire.sampling_params import SamplingParams
 from quire.server.chat_message import ChoiceReader, delta, whole_message
 from quire.server.context import ModelContext, model_context
 from quire.server.field_names import Name
@@ -83,7 +83,7 @@ class ChatCompletion(Generation):
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return count
 
-    def _params(self, body: ChatCompletionRequest) -> TextParams:
+    def _params(self, body: ChatCompletionRequest) -> SamplingParams:
         changes: dict[str, Any] = {"logprobs": self.num_alternatives if body.logprobs else None}
         if body.max_completion_tokens is not None:
             changes["max_tokens"] = check_int("max_completion_tokens", body.max_completion_tokens, 1, INT64_MAX)

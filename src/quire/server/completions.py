@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from quire.checks import INT64_MAX, check_int, check_unicode
 from quire.errors import RequestError, UnsupportedError
-from quire.frontend.prompts import TextParams
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.server.context import ModelContext, model_context
@@ -54,9 +53,9 @@ class Completion(Generation):
         self.params = self._params(body)
         self._streamed: dict[int, dict[int, _Choice]] = {}  # choices by prompt and number
         self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None] | None] = {}
-        self.shows_logprobs = isinstance(self.params, SamplingParams) and self.params.returns_logprobs
+        self.shows_logprobs = self.params.returns_logprobs
 
-    def _params(self, body: CompletionRequest) -> TextParams:
+    def _params(self, body: CompletionRequest) -> SamplingParams:
         changes: dict[str, Any] = {"logprobs": None}
         if body.logprobs is not None:
             changes["logprobs"] = check_int("logprobs", body.logprobs, -1, INT64_MAX)

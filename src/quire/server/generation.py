@@ -19,9 +19,9 @@ from quire.checks import wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.formats.message import MessageSpec
 from quire.frontend.output_processor import RequestStream
-from quire.frontend.prompts import Prompt, TextParams
+from quire.frontend.prompts import Prompt
 from quire.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, with_recommended
+from quire.sampling_params import RequestOutputKind, SamplingParams, with_recommended
 from quire.server.chat_message import ChoiceReader, PlainParser
 from quire.server.context import ModelContext
 from quire.server.field_names import FieldNames, Name
@@ -42,8 +42,6 @@ YIELD_EVERY = 4
 MAX_RESPONSE_ENTRIES = 2**22
 MAX_BATCH_BYTES = 65536  # of a stream that are encoded before other requests have their turn
 CHARS_PER_ENTRY = 16
-# Fields of beam search alone, with the values that change nothing.
-NEUTRAL_BEAM_FIELDS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1, 1.0), "early_stopping": (False,)}
 
 # Fields that have the same name and meaning in a request and in SamplingParams. Structured output has several names.
 SHARED_FIELDS = tuple(
@@ -65,7 +63,7 @@ def refuse_unless_generating(context: ModelContext) -> None:
         )
 
 
-def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> TextParams:
+def request_params(context: ModelContext, body: GenerationRequest, **changes: Any) -> SamplingParams:
     """Return the sampling parameters of a request. Raises `RequestError` naming the field.
 
     Args:
@@ -75,12 +73,6 @@ def request_params(context: ModelContext, body: GenerationRequest, **changes: An
     given = {name: value for name, value in given.items() if value is not None}
     if body.vllm_xargs:
         given["extra_args"] = body.vllm_xargs
-    if body.use_beam_search:
-        return _beam_params(context, body, {**given, **changes})
-    for name, neutral in NEUTRAL_BEAM_FIELDS.items():
-        value = getattr(body, name)
-        if value is not None and (type(value) not in map(type, neutral) or value not in neutral):
-            raise RequestError(f"{name} needs use_beam_search to be true", param=name)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     defaults = context.llm.front_model.sampling_defaults
     params = SamplingParams(**with_recommended(defaults, {**given, **changes, "output_kind": kind}))
@@ -95,23 +87,6 @@ def _check_logprobs(params: SamplingParams, most: int) -> None:
             raise wrong_value(name, f"at most {most} (--max-logprobs of this server)", value, "integer_above_max_value")
 
 
-def _beam_params(context: ModelContext, body: GenerationRequest, fields: dict[str, Any]) -> BeamSearchParams:
-    """Return the beam search parameters of a request; recommended sampling values do not apply to it."""
-    if body.stream:
-        raise UnsupportedError(
-            "stream is not supported with beam search, which knows its beams at the end only", param="stream"
-        )
-    fields |= {name: getattr(body, name) for name in NEUTRAL_BEAM_FIELDS if getattr(body, name) is not None}
-    params = BeamSearchParams.from_fields(fields, most_tokens=context.llm.max_model_len)
-    context.llm.processor.check_beam_width(params.beam_width, "n" if body.best_of is None else "best_of")
-    return params
-
-
-def num_sequences(params: TextParams) -> int:
-    """Return how many sequences a prompt has."""
-    return params.beam_width if isinstance(params, BeamSearchParams) else params.num_sequences
-
-
 def check_stream_fields(body: GenerationRequest) -> None:
     """Raise `RequestError` for fields that contradict `stream`."""
     if body.stream_options is not None and not body.stream:
@@ -120,7 +95,7 @@ def check_stream_fields(body: GenerationRequest) -> None:
         raise RequestError("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
 
 
-def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
+def check_budget(num_prompts: int, params: SamplingParams, field: str = "n", *, vocab_size: int = MAX_ENTRIES) -> None:
     """Raise `RequestError` for more than `MAX_ENTRIES` sequences times (1 + alternatives per token).
 
     Called before any prompt is tokenized. One sequence may always have as many alternatives as the server gives.
@@ -128,10 +103,8 @@ def check_budget(num_prompts: int, params: TextParams, field: str = "n", *, voca
     Args:
         field: the one that says how many sequences each prompt has. vocab_size: what -1 logprobs are.
     """
-    logprobs, each = 0, num_sequences(params)
-    if not isinstance(params, BeamSearchParams):
-        counts = (params.num_logprobs, params.prompt_logprobs)
-        logprobs = max(vocab_size if count == -1 else count or 0 for count in counts)
+    counts = (params.num_logprobs, params.prompt_logprobs)
+    logprobs, each = max(vocab_size if count == -1 else count or 0 for count in counts), params.num_sequences
     sequences = num_prompts * each
     if sequences == 1 or sequences * (1 + logprobs) <= MAX_ENTRIES:
         return
@@ -152,7 +125,7 @@ class Generation(EngineJob, ABC):
     It is made, started, read (once: by `events`, `answer` or a dialect) and closed.
 
     Attributes:
-        n: choices per prompt in the response; a beam search may have more beams. structured_output: None for any text.
+        n: choices per prompt in the response. structured_output: None for any text.
         usage: token counts so far, set when the prompts are submitted.
         object_type, chunk_type: `object` of whole responses and of the chunks of streams.
     """
@@ -175,7 +148,7 @@ class Generation(EngineJob, ABC):
     async def submit(
         self,
         prompts: Sequence[tuple[Prompt, str]],
-        params: TextParams,
+        params: SamplingParams,
         message_spec: MessageSpec | None = None,
     ) -> None:
         """Submit the prompts to the engine, all or none.
@@ -194,7 +167,7 @@ class Generation(EngineJob, ABC):
         try:
             num_prompt_tokens = sum([estimate_tokens(prompt) for prompt, _ in prompts])
             longest = min(params.max_tokens or llm.max_model_len, llm.max_model_len)
-            num_tokens = num_prompt_tokens + len(prompts) * num_sequences(params) * longest
+            num_tokens = num_prompt_tokens + len(prompts) * params.num_sequences * longest
             await self.limit(num_prompt_tokens, num_tokens, self.body.timeout)
             if self.deadline is not None:
                 self._alarm = asyncio.get_running_loop().call_later(self.deadline.left, self._expire)
@@ -226,14 +199,12 @@ class Generation(EngineJob, ABC):
                 raise self.explain(error) from None
             raise
 
-    def _check_size(self, params: TextParams) -> None:
+    def _check_size(self, params: SamplingParams) -> None:
         """Raise `RequestError` if the response could have more tokens and alternatives than one response may.
 
         With log-probabilities, each token counts as often as there are alternatives; those of a prompt are in each of
         its choices.
         """
-        if isinstance(params, BeamSearchParams):
-            return
         state, body = self.streams[-1].state, self.body
         vocab_size = self.context.llm.vocab_size
 
@@ -269,7 +240,7 @@ class Generation(EngineJob, ABC):
         """Return, as for `FieldNames`, which of the engine's parameters have another name in the request."""
         return {"extra_args": "vllm_xargs", **(self.structured_output.names if self.structured_output else {})}
 
-    def request_params(self, **changes: Any) -> TextParams:
+    def request_params(self, **changes: Any) -> SamplingParams:
         """Return `request_params` of the body, with its structured output."""
         if self.structured_output is not None:
             changes["structured_outputs"] = self.structured_output.params
@@ -302,9 +273,8 @@ class Generation(EngineJob, ABC):
         self.usage.add(index, output)
 
     def accept(self, index: int, output: RequestOutput) -> None:
-        """Check and count an output of stream `index`; completions beyond `n` are dropped. Raises as `check`."""
+        """Check and count an output of stream `index`. Raises as `check`."""
         self.check(output.outputs)
-        del output.outputs[self.n :]
         self.count(index, output)
 
     @abstractmethod
@@ -363,7 +333,6 @@ class Generation(EngineJob, ABC):
             self.close()
         for output in outputs:
             self.check(output.outputs)
-            del output.outputs[self.n :]
 
         def build() -> dict[str, Any]:
             for index, output in enumerate(outputs):

@@ -129,7 +129,7 @@ class EngineBody(RequestModel):
 _NOT_SAMPLING_FIELDS = (
     *REFUSED_EVERYWHERE,
     *("output_kind", "skip_clone", "extra_args", "max_tokens", "logprobs", "skip_special_tokens"),
-    "structured_outputs",
+    *("structured_outputs", "guided_decoding"),
 )
 # Types of fields whose JSON is not described by their type in `SamplingParams`.
 _JSON_TYPES: Mapping[str, Any] = {
@@ -192,19 +192,16 @@ else:
 class GenerationRequest(_ResultFields):
     """Fields of completions and chat completions."""
 
-    # Checked by SamplingParams or, the last two of them, by BeamSearchParams.
+    # Checked by SamplingParams.
     n: SkipValidation[int] = 1
     best_of: SkipValidation[int | None] = None
     max_tokens: SkipValidation[int | None] = None
     prompt_logprobs: SkipValidation[int | None] = None
     truncate_prompt_tokens: SkipValidation[int | None] = None
-    length_penalty: SkipValidation[float | None] = None
-    early_stopping: SkipValidation[bool | Literal["never"] | None] = None
 
     # Checked in `structured_outputs`.
     response_format: SkipValidation[dict[str, Any] | None] = None
 
-    use_beam_search: bool = False
     include_metrics: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

@@ -18,7 +18,6 @@ from starlette.types import Scope
 from quire.errors import ConfigError, echo
 from quire.frontend.prompts import Params
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
 from quire.server.timeline import RequestRecord, Timings
 from quire.version import __version__
 
@@ -163,8 +162,6 @@ def traced_parameters(params: Params) -> dict[str, Any]:
     """Return the attributes of a request's parameters."""
     if isinstance(params, PoolingParams):
         return {}
-    if not isinstance(params, SamplingParams):
-        return {"gen_ai.request.n": params.beam_width, "gen_ai.request.max_tokens": params.max_tokens}
     return {
         "gen_ai.request.n": params.n,
         "gen_ai.request.max_tokens": params.max_tokens,
