@@ -235,7 +235,7 @@ def test_every_sampling_field_is_offered_or_left_out_on_purpose():
 
     in_files_only = {"structured_outputs", "repetition_detection", "logits_processors", "extra_args"}
     for_programs = {"detokenize", "output_kind", "stream_interval", "flat_logprobs", "skip_clone"}
-    for_programs |= {"skip_reading_prefix_cache"}
+    for_programs |= {"skip_reading_prefix_cache", "guided_decoding"}
     refused = {name for name, option in OPTIONS.items() if option.refused}
     left_out = in_files_only | for_programs | refused
     assert {name for name, option in OPTIONS.items() if not option.help} == left_out
