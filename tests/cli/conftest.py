@@ -47,6 +47,9 @@ def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             def __iter__(self) -> Any:
                 return iter(line + "\n" for line in lines)
 
+            def read(self) -> str:
+                return "".join(self)
+
             def isatty(self) -> bool:
                 return tty
 

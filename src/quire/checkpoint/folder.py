@@ -7,6 +7,7 @@ code, never pickles. The files are read elsewhere.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from quire.checkpoint.gguf.source import begins_as_gguf, is_gguf
@@ -46,7 +47,9 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(name_or_path: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
+def resolve_model(
+    name_or_path: str, *, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+) -> Path:
     """Return the folder of a model or its GGUF file, downloading it if it is a hub id that is not in the cache.
 
     Args:
@@ -54,6 +57,7 @@ def resolve_model(name_or_path: str, *, revision: str | None = None, download_di
             hub id with several GGUF files, "FOLDER:Q4_K_M" takes one.
         revision: branch, tag or commit on the hub.
         download_dir: where downloads are kept; the Hugging Face cache if None.
+        token: for the hub; the one that `huggingface_hub` finds if None.
 
     Raises:
         ModelError: it is none of these, or the hub does not give it; one line.
@@ -80,16 +84,17 @@ def resolve_model(name_or_path: str, *, revision: str | None = None, download_di
             f"{name_or_path}: is a file (expected a model folder with config.json and *.safetensors, or a file whose "
             f"name ends in .gguf){hint}"
         )
+    hub = {"revision": revision, "cache_dir": download_dir, "token": token}
     if choice and _HUB_ID.fullmatch(folder):
-        return _download_gguf(folder, choice, revision, download_dir)
+        return _download_gguf(folder, choice, hub)
     if name_or_path.upper().endswith("-GGUF") and _HUB_ID.fullmatch(name_or_path):
-        return _download_gguf(name_or_path, DEFAULT_GGUF, revision, download_dir)
+        return _download_gguf(name_or_path, DEFAULT_GGUF, hub)
     if not _HUB_ID.fullmatch(name_or_path) or (is_gguf(path) and "/" not in name_or_path):
         raise ModelError(
             f"{echo(name_or_path)}: no such {'file' if is_gguf(path) else 'folder'} (expected a model folder, a GGUF "
             f"file, a Hugging Face id like owner/name, or {DEMO_MODEL})"
         )
-    return _download(name_or_path, revision, download_dir, DOWNLOAD_PATTERNS, IGNORE_PATTERNS)
+    return _download(name_or_path, DOWNLOAD_PATTERNS, IGNORE_PATTERNS, hub)
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -118,28 +123,20 @@ def choose_gguf(folder: Path, choice: str = "") -> Path:
     raise ModelError(f"{folder}: several GGUF files: {names} (expected a file's name, or {folder}:Q4_K_M)")
 
 
-def _download_gguf(repo_id: str, choice: str, revision: str | None, download_dir: str | None) -> Path:
+def _download_gguf(repo_id: str, choice: str, hub: Mapping[str, str | None]) -> Path:
     spellings = dict.fromkeys((choice, choice.upper(), choice.lower()))
     patterns = [f"*{name}{end}" for name in spellings for end in (".gguf", "-*-of-*.gguf")]
-    return choose_gguf(_download(repo_id, revision, download_dir, patterns, None), choice)
+    return choose_gguf(_download(repo_id, patterns, None, hub), choice)
 
 
-def _download(
-    repo_id: str, revision: str | None, download_dir: str | None, patterns: list[str], ignored: list[str] | None
-) -> Path:
-    """Fetch a snapshot, or find it in the cache."""
+def _download(repo_id: str, patterns: list[str], ignored: list[str] | None, hub: Mapping[str, str | None]) -> Path:
+    """Fetch a snapshot, or find it in the cache; `hub`: revision, cache_dir and token of `snapshot_download`."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    name = f"{repo_id}@{revision}" if revision else repo_id
+    name = f"{repo_id}@{hub['revision']}" if hub["revision"] else repo_id
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=ignored,
-        )
+        folder = huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub)
     except errors.GatedRepoError:
         raise ModelError(
             f"{name}: access on the Hugging Face hub is restricted (expected a token with access; accept the model's "

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from quire.cli.offline import (
     options_from,
     sampling_flags,
     sampling_values,
+    utf8_stdin,
 )
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
@@ -70,6 +71,15 @@ FLAGS = [
 
 def run(values: dict[str, Any]) -> int:
     """Chat until /exit or the end of input."""
+    with open_chat(values) as (model, conversation):
+        chat = _chat_at_terminal if sys.stdin.isatty() else _chat_through_pipe
+        chat(model, conversation)
+    return 0
+
+
+@contextlib.contextmanager
+def open_chat(values: dict[str, Any]) -> Iterator[tuple[ChatModel, Conversation]]:
+    """Yield the model of these options, loaded or reached, and an empty conversation. Raises `QuireError`."""
     options: ChatOptions = options_from(ChatOptions, values)
     sampling = {"max_tokens": None, **sampling_values(values)}
     SamplingParams(**sampling)  # raises for contradictions before a model is loaded
@@ -85,9 +95,7 @@ def run(values: dict[str, Any]) -> int:
 
         model = RemoteModel(options.url, values.get("model"), options.api_key, sampling)
     with contextlib.closing(model):
-        chat = _chat_at_terminal if sys.stdin.isatty() else _chat_through_pipe
-        chat(model, Conversation(options.system))
-    return 0
+        yield model, Conversation(options.system)
 
 
 def _refuse_engine_options(values: dict[str, Any]) -> None:
@@ -169,19 +177,26 @@ async def _next(stream: Any) -> Any:
     return await anext(stream, None)
 
 
+def print_reply(pieces: Iterable[str]) -> None:
+    """Write a reply to standard output as it is generated; to a terminal without what could control it."""
+    controls = CONTROLS if sys.stdout.isatty() else {}
+    for piece in pieces:
+        print(piece.translate(controls), end="", flush=True)
+    print()
+
+
 def _chat_through_pipe(model: ChatModel, conversation: Conversation) -> None:
-    for line in sys.stdin:
-        text = line.strip()
-        if text in LEAVE:
-            return
-        if text in COMMANDS:
-            if text == "/reset":
-                conversation.reset()
-            continue
-        if text:
-            for piece in conversation.turn(text, model):
-                print(piece, end="", flush=True)
-            print()
+    with utf8_stdin() as lines:
+        for line in lines:
+            text = line.strip()
+            if text in LEAVE:
+                return
+            if text in COMMANDS:
+                if text == "/reset":
+                    conversation.reset()
+                continue
+            if text:
+                print_reply(conversation.turn(text, model))
 
 
 def _chat_at_terminal(model: ChatModel, conversation: Conversation) -> None:

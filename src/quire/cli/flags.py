@@ -103,6 +103,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+        self.takes_rest: str | None = None  # the attribute that words after flags are added to
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError` with argparse's message."""
@@ -116,9 +117,12 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("-") and flag != "--":
                 hint = nearest(flag, list(self._option_string_actions))
                 raise ConfigError(f"unknown option {printable(flag)}{hint}", param=printable(flag.lstrip("-")))
-        if rest:
+        if rest and self.takes_rest is not None:
+            # argparse ends a list of words at the first flag.
+            getattr(parsed, self.takes_rest).extend(rest)
+        elif rest:
             raise ConfigError(f"unexpected argument {printable(rest[0])!r}")
-        return parsed, rest
+        return parsed, []
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -178,11 +182,22 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag], short: Map
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A positional argument of a command; `name` is the option that it sets."""
+    """A positional argument of a command; `name` is the option that it sets.
+
+    Attributes:
+        many: whether it takes all the words that are left, as a list; only the last argument may.
+    """
 
     name: str
     help: str
     required: bool = False
+    many: bool = False
+
+    @property
+    def usage(self) -> str:
+        """How the usage line shows it."""
+        word = self.name.upper() + " ..." * self.many
+        return word if self.required else f"[{word}]"
 
 
 CONFIG = Flag(
@@ -215,13 +230,16 @@ class Command:
 
     def add_parser(self, subparsers: Any, prog: str, summary: str) -> None:
         """Register the command as the last word of `prog`, such as "quire bench latency"."""
-        words = [item.name.upper() if item.required else f"[{item.name.upper()}]" for item in self.arguments]
-        parser: argparse.ArgumentParser = subparsers.add_parser(
-            prog.split()[-1], usage=" ".join([prog, self.usage, *words]), help=summary, description=self.description
+        usage = " ".join([prog, self.usage, *(item.usage for item in self.arguments)])
+        parser: Parser = subparsers.add_parser(
+            prog.split()[-1], usage=usage, help=summary, description=self.description
         )
         for item in self.arguments:
-            nargs = None if item.required else "?"
-            parser.add_argument(f"{item.name}_argument", nargs=nargs, metavar=item.name.upper(), help=item.help)
+            nargs = "*" if item.many else None if item.required else "?"
+            name = f"{item.name}_argument"
+            parser.add_argument(name, nargs=nargs, metavar=item.name.upper(), help=item.help)
+            if item.many:
+                parser.takes_rest = name
         add_flags(parser, [CONFIG, *self.flags] if self.config_file else self.flags, self.short)
         add_debug_flag(parser)
 
@@ -282,7 +300,7 @@ def given_values(
     values.update({flag.name: getattr(args, flag.name) for flag in flags if hasattr(args, flag.name)})
     for item in arguments:
         value = getattr(args, f"{item.name}_argument", None)
-        if value is not None:
+        if value is not None and value != []:
             if hasattr(args, item.name):
                 word = f"{item.name.upper()} and as --{item.name}"
                 raise ConfigError(f"the {item.name} is given twice, as {word}", param=item.name)

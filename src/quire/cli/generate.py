@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from quire.cli.offline import (
     sampling_flags,
     sampling_values,
     started_llm,
+    utf8_stdin,
     with_long_queues,
 )
 from quire.cli.output import open_output, progress_bar
@@ -177,7 +177,6 @@ def _logprobs(position: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 MAX_TOKENS = 256
-STDIN = "standard input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,12 +229,8 @@ def _prompts(options: GenerateOptions) -> list[PromptLine]:
     if options.input is None:
         if sys.stdin.isatty():
             raise ConfigError("there is nothing to complete: give --prompt TEXT, --input FILE, or lines on stdin")
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says; JSON lines are UTF-8
-        try:
-            return read_prompts(sys.stdin, STDIN)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{STDIN} is not UTF-8 text: {error}", param="input") from None
+        with utf8_stdin() as lines:
+            return read_prompts(lines, "standard input")
     try:
         with open(options.input, encoding="utf-8") as lines:
             return read_prompts(lines, options.input)

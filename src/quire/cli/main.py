@@ -21,8 +21,10 @@ from quire.version import __version__
 
 COMMANDS = {
     "serve": ("quire.cli.serve", "serve a model over HTTP, with the OpenAI API"),
+    "run": ("quire.cli.run", "talk to a model, or have it answer one prompt"),
     "chat": ("quire.cli.chat", "talk to a model in the terminal"),
     "generate": ("quire.cli.generate", "complete prompts from a file, standard input, or the command line"),
+    "pull": ("quire.cli.pull", "download a model from the Hugging Face hub"),
     "run-batch": ("quire.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "plan": ("quire.cli.plan", "show how much memory a model needs, and what fits beside it"),
     "convert": ("quire.cli.convert", "write a model packed for this machine, in another dtype, or quantized"),

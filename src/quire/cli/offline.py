@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import sys
 import typing
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from quire.cli.flags import Flag
 from quire.config import CONFIG_GROUPS, AcceptedOptions, EngineConfig
+from quire.errors import ConfigError
 from quire.options import Option, base_type, option, option_fields
 from quire.sampling_params import DEFAULTS, OPTIONS, SamplingParams
 from quire.server_config import ServerConfig
@@ -88,6 +91,17 @@ async def started_llm(config: EngineConfig) -> AsyncIterator[AsyncLLM]:
         yield llm
     finally:
         await llm.close()
+
+
+@contextlib.contextmanager
+def utf8_stdin() -> Iterator[TextIO]:
+    """Yield standard input as UTF-8, whatever the locale says. Raises `ConfigError` where something else is read."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        yield sys.stdin
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text: {error}", param="input") from None
 
 
 # The engine has a --seed as well, so that of sampling is spelled differently.

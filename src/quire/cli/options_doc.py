@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from quire.cli import chat, generate, plan, run_batch, simulate, train
+from quire.cli import chat, generate, plan, pull, run_batch, simulate, train
 from quire.cli.bench import latency, quality, serve, throughput
 from quire.cli.flags import Flag, flags_of
 from quire.cli.offline import LogOptions, sampling_flags
@@ -35,7 +35,7 @@ def document() -> str:
     """Return the whole page."""
     parts = [HEAD]
     parts += _section(
-        "Engine: serve, plan, chat, generate, run-batch, bench latency, bench throughput, bench quality",
+        "Engine: serve, run, chat, plan, generate, run-batch, bench latency, bench throughput, bench quality",
         flags_of((*CONFIG_GROUPS, AcceptedOptions)),
     )
     parts += _section("serve", flags_of((ServerConfig,)))
@@ -47,9 +47,10 @@ def document() -> str:
         ],
     )
     parts += ["`-p`, `-i` and `-o` are short for `--prompt`, `--input` and `--output`.\n"]
-    parts += _section("chat", flags_of((chat.ChatOptions,)))
+    parts += _section("run, chat", flags_of((chat.ChatOptions,)))
     but = _spelled(chat.NOT_FOR_CHAT)
     parts += [f"Sampling flags are those of `generate` except {but}; `--max-tokens` is by default as many as fit.\n"]
+    parts += _section("pull", pull.FLAGS)
     parts += _section("run-batch", flags_of((run_batch.BatchOptions,)))
     parts += ["`-i` and `-o` are short for `--input` and `--output`.\n"]
     parts += _section("plan", flags_of((plan.PlanOptions,)))
@@ -60,7 +61,7 @@ def document() -> str:
     varied = _spelled(quality.VARIED)
     parts += [f"It sets {varied} itself and does not accept these flags.\n"]
     parts += _section("bench serve", flags_of(serve.GROUPS[:-1]))
-    parts += _section("chat, generate, bench: logging", flags_of((LogOptions,)))
+    parts += _section("run, chat, generate, bench: logging", flags_of((LogOptions,)))
     parts += _section("simulate", flags_of((simulate.SimulateOptions,)))
     parts += ["It also accepts the engine and logging options.\n"]
     parts += _section("train", train.COMMAND.flags)

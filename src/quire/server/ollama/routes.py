@@ -28,7 +28,7 @@ from quire.server.protocol import ChatCompletionRequest, CompletionRequest, body
 
 # What of Ollama is not here: method, path, and why.
 NOT_OFFERED = (
-    ("POST", "/api/pull", "models are loaded as the server's options say; none are downloaded"),
+    ("POST", "/api/pull", "models are loaded as the server's options say; none are downloaded (quire pull does that)"),
     ("POST", "/api/push", "this server publishes no models"),
     ("POST", "/api/create", "this server makes no models"),
     ("POST", "/api/copy", "this server renames no models; --served-model-name gives one several names"),
