@@ -52,9 +52,10 @@ def keep_asking(server: Server, number: int, done: threading.Event) -> None:
 
 
 def chat(page: Playground) -> None:
-    """Have a short conversation, and ask for one long answer, which is under way at the end."""
+    """Have short conversations, and ask for one long answer in the last, which is under way at the end."""
     page.ready()
     for question in QUESTIONS:
+        page.page.click("#new-conversation")
         page.send(question)
         page.answer()
     page.evaluate("() => document.querySelector('#engine-panel').open = true")

@@ -69,13 +69,19 @@ NEGLIGIBLE = """() => {
 
 def fill(page: Playground) -> None:
     """Have every part of the page show something."""
-    code = "```\n" + "a_very_long_line_of_code = " * 12 + "\n```"
+    line = "a_very_long_line_of_code = 1 + 'text' if None else True # comment" * 6
+    code = f"```python\nreturn 12.5\n'text'\n{line}\n```\n\n| {'wide ' * 30} | b |\n|---|---|\n| {'W' * 90} | 2 |"
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     page.fake_stream(
         {"reasoning": "Hm."}, {"content": f"**Yes** `x` {'unbroken' * 40}\n\n- one\n\n{code}"}, {"tool_calls": [call]}
     )
-    page.send("word " * 40 + "W" * 200)
-    page.answer()
+    notes = {"name": "notes " * 8 + "N" * 40, "mimeType": "text/plain", "buffer": b"one\n" * 40}
+    for message in ("word " * 40 + "W" * 200, ""):
+        page.page.set_input_files("#attach-file", [notes])
+        page.until(lambda: page.page.locator("#attachments .chip").count())
+        if message:
+            page.send(message)
+            page.answer()
     page.evaluate("() => document.querySelectorAll('details').forEach((item) => { item.open = true; })")
     page.page.click("#schema-example")
     page.page.click("#tools-example")
@@ -91,7 +97,7 @@ def test_it_fits_and_can_be_read(open_page: OpenPage, width: int, height: int, t
         assert page.evaluate(NEGLIGIBLE) == []
         assert page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
         wide = """() => [...document.querySelectorAll('body *')].filter((item) => item.checkVisibility()
-          && !item.closest('pre, .sr, .skip') && item.getBoundingClientRect().right > innerWidth + 1)
+          && !item.closest('pre, .table > *, .sr, .skip') && item.getBoundingClientRect().right > innerWidth + 1)
           .map((item) => item.outerHTML.slice(0, 90))"""
         assert page.evaluate(wide) == []
         fill(page)
@@ -166,7 +172,9 @@ def test_tab_reaches_everything_and_shows_where_it_is(page: Playground) -> None:
         "as-curl",
         "prompt",
         "send",
-        "clear",
+        "new-conversation",
+        "import",
+        "attach",
     ):
         assert name in reached, (name, reached)
     assert "CANVAS" in reached

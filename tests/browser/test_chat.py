@@ -105,14 +105,14 @@ def test_a_limit_and_a_stop_string_end_the_text(page: Playground) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("temperature", "9", "temperature must be at most 2"),
+        ("temperature", "-1", "temperature must be at least 0"),
         ("top_p", "0", "top_p must be"),
         ("max_tokens", "many", "Max tokens must be a number"),
         ("seed", "1.5", "Seed must be a whole number"),
         ("schema", "{oops", "This is not JSON"),
         ("schema", '{"type": "strange"}', "strange"),
         ("tools", "[1]", "tools[0]"),
-        ("stop", "a\nb\nc\nd\ne", "stop"),
+        ("stop", "a\n" * 129, "stop"),
     ],
 )
 def test_errors_are_shown_at_the_field(page: Playground, field: str, value: str, told: str) -> None:
@@ -183,7 +183,7 @@ def test_a_message_is_changed_and_sent_again(page: Playground) -> None:
     assert page.page.locator(".message").count() == 2
 
 
-def test_the_conversation_stays_until_it_is_cleared(page: Playground) -> None:
+def test_the_conversation_stays_until_another_is_begun(page: Playground) -> None:
     page.ready().set("system", "Be brief.")
     page.send("What is 27 + 48?")
     page.answer()
@@ -192,7 +192,7 @@ def test_the_conversation_stays_until_it_is_cleared(page: Playground) -> None:
     page.ready()
     assert page.last("assistant") == "27 + 48 = 75"
     assert page.page.input_value("#system") == "Be brief."
-    page.page.click("#clear")
+    page.page.click("#new-conversation")
     assert page.page.locator(".message").count() == 0
     page.page.reload()
     assert page.page.locator(".message").count() == 0 and page.text(".welcome h2")
@@ -212,6 +212,83 @@ def test_what_a_model_writes_is_text(page: Playground) -> None:
     assert last.locator("strong").all_inner_texts() == ["bold", "b"]
     assert last.locator("ul li").count() == 2 and last.locator("ol li").count() == 1
     assert last.locator("pre code").inner_text() == "<b onclick=alert(4)>x</b>"
+
+
+TABLE = r"""
+| name | number | where |
+|:-----|-------:|:-----:|
+| `a`  | 1      | x \| <b>y</b> |
+| **b** | 2 | z | too much |
+| short |
+
+a | b
+---|---
+one | two
+not a table
+"""
+CODE = """
+```python
+def f(x):  # <i>why</i>
+    return "a" + 'b' * 0x1F
+```
+
+```nothing-known
+def f(x):
+```
+
+```js
+const a = "unclosed
+```
+"""
+
+
+def test_tables_are_drawn(page: Playground) -> None:
+    page.ready().fake_stream({"content": TABLE})
+    page.send("x")
+    page.answer()
+    last = page.page.locator(".message.assistant .body").last
+    assert last.locator("table").count() == 2
+    first = last.locator("table").first
+    assert first.locator("th").all_inner_texts() == ["name", "number", "where"]
+    rows = [row.locator("td").all_inner_texts() for row in first.locator("tbody tr").all()]
+    assert rows == [["a", "1", "x | <b>y</b>"], ["b", "2", "z"], ["short"]]
+    aligned = first.locator("tbody tr").first.locator("td")
+    align = "(cells) => cells.map((cell) => getComputedStyle(cell).textAlign)"
+    assert aligned.evaluate_all(align) == ["left", "right", "center"]
+    assert first.locator("code").inner_text() == "a" and first.locator("strong").inner_text() == "b"
+    assert last.locator("b").count() == 0
+
+
+def test_code_has_colours(page: Playground) -> None:
+    page.ready().fake_stream({"content": CODE})
+    page.send("x")
+    page.answer()
+    blocks = page.page.locator(".message.assistant pre code")
+    assert [block.inner_text() for block in blocks.all()] == [
+        "def f(x):  # <i>why</i>\n    return \"a\" + 'b' * 0x1F",
+        "def f(x):",
+        'const a = "unclosed',
+    ]
+    found = {kind: blocks.first.locator(f".code-{kind}").all_inner_texts() for kind in ("keyword", "string", "number")}
+    assert found == {"keyword": ["def", "return"], "string": ['"a"', "'b'"], "number": ["0x1F"]}
+    assert blocks.first.locator(".code-comment").all_inner_texts() == ["# <i>why</i>"]
+    assert blocks.nth(1).locator("span").count() == 0
+    assert blocks.nth(2).locator("span").all_inner_texts() == ["const", '"unclosed']
+
+
+PIECES = ["**a ", "`a``", "| ", "a|", "|-", "- ", '"\\', "/* ", "<!-- ", "'''", "# ", "```\n", "0x"]
+
+
+def test_no_text_takes_long_to_draw(page: Playground) -> None:
+    code = [f"```{name}\n{piece * 6_000}" for name in ("python", "js", "html", "sql", "json") for piece in PIECES]
+    drawn = page.ready().evaluate(
+        """async (texts) => {
+          const { render } = await import(new URL('playground/markdown.js', document.baseURI).href);
+          return texts.map((text) => render(text).length);
+        }""",
+        [*(piece * 20_000 for piece in PIECES), *code],
+    )
+    assert len(drawn) == len(PIECES) + len(code)
 
 
 def test_reasoning_is_folded(page: Playground) -> None:

@@ -138,3 +138,35 @@ def test_an_engine_that_is_killed_is_replaced_before_ones_eyes(open_page: OpenPa
         page.until(lambda: page.text("#engine-state") == "ready" and page.page.locator(".pool canvas").count())
         assert len(page.answer()) > 1000
         assert page.page.locator(".message .field-error:visible").count() == 0
+
+
+def test_one_chat_is_seen_in_a_pool_of_thousands(open_page: OpenPage, tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "--num-gpu-blocks-override=16384", "--block-size=16") as server:
+        page = open_page(server.url).ready()
+        assert "16,384 blocks of 16 tokens" in page.text("#pool-size")
+        assert "shown are the first 512, the others are free" in page.text("#pool-size")
+        page.long_answers()
+        page.send("Go on.")
+        page.until(lambda: page.pool()["mine"] > 3)
+        assert page.pool()["cells"] == 512 and page.pool()["free"] > 16000
+        page.page.keyboard.press("Escape")
+
+
+OWN_PIXELS = """async () => {
+  const { Pool } = await import(new URL('playground/pool.js', document.baseURI).href);
+  const pool = new Pool('device', () => {});
+  document.getElementById('pools').append(pool.root);
+  const states = 'c'.repeat(9000) + '11' + 'c'.repeat(7382);
+  const counts = { used: 2, cached: 16382, free: 0, loading: 0, shared: 0 };
+  const map = { tier: 'device', num_blocks: 16384, counts, per_cell: 1, states, sets: [[], [0]], owners: 'ABAB' };
+  pool.update(map, [{ name: 'this chat', color: () => 'rgb(255, 0, 0)', mine: true, key: 'k' }]);
+  const { data } = pool.canvas.getContext('2d').getImageData(0, 0, pool.canvas.width, pool.canvas.height);
+  let red = 0;
+  for (let at = 0; at < data.length; at += 4) red += data[at] > 200 && data[at + 1] < 60;
+  pool.root.remove();
+  return red;
+}"""
+
+
+def test_blocks_of_this_chat_stand_out_among_thousands_of_cached_ones(page: Playground) -> None:
+    assert page.ready().evaluate(OWN_PIXELS) > 25  # two cells of at most three pixels by three would have fewer

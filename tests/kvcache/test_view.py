@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from quire.kvcache.block_pool import Block
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.view import (
@@ -190,12 +192,23 @@ def test_requests_that_are_not_told_own_nothing() -> None:
 
 def test_a_large_pool_has_a_map_of_few_cells() -> None:
     kv = KVCacheManager(1000, BLOCK)
-    start(kv, "long", list(range(4 * 401)))
+    start(kv, "long", list(range(4 * 601)))
     item = map_blocks(kv, {"long": 0}, tier="device", cells=300)
     assert item["per_cell"] == 4 and len(item["states"]) == 250
-    assert sum(state in REFS for state in item["states"]) in (100, 101)
+    assert sum(state in REFS for state in item["states"]) in (150, 151)
     assert all(owner == [0] for owner in owners(item) if owner is not None)
     assert sum(item["counts"][name] for name in ("used", "cached", "free", "loading")) == 1000
+
+
+@pytest.mark.parametrize(("num_used", "num_cells"), [(0, 512), (3, 512), (512, 512), (513, 1024), (1025, 2000)])
+def test_the_map_ends_where_all_blocks_are_free(num_used: int, num_cells: int) -> None:
+    kv = KVCacheManager(2000, BLOCK)
+    if num_used:
+        start(kv, "one", list(range(BLOCK * num_used)))
+    item = map_blocks(kv, {"one": 0}, tier="device", cells=16384)
+    assert (item["num_blocks"], item["per_cell"], len(item["states"])) == (2000, 1, num_cells)
+    assert item["counts"]["used"] == num_used == len(item["states"].rstrip("."))
+    assert item["counts"]["free"] == 2000 - num_used
 
 
 def test_a_map_of_the_host_shows_who_was_swapped_out() -> None:

@@ -262,16 +262,20 @@ REFS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of a used cell: so many block t
 DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 MAX_SETS = len(DIGITS) ** 2
 MAX_MAP_OWNERS = 16  # of one block
+MIN_MAP_BLOCKS = 512
 
 
 def map_blocks(kv: KVCacheManager, request_of: Mapping[str, int], *, tier: str, cells: int) -> dict[str, Any]:
     """Return the map of a tier.
 
-    `counts` says how many blocks are used, cached, free and loading, and of the used ones shared. All are drawn as
-    `states`, a character for each cell of `per_cell` blocks: `FREE`, `CACHED` (free, and its content can be found),
+    `counts` says how many blocks are used, cached, free and loading, and of the used ones shared. `states` draws them,
+    with a character for each cell of `per_cell` blocks: `FREE`, `CACHED` (free, and its content can be found),
     `LOADING` or one of `REFS`. A cell of several blocks shows what most of them are, and of used ones the most
     references. `owners` has two digits to the base 64 for each used or loading cell, in order: which of `sets` owns it,
     a list of requests (at most `MAX_MAP_OWNERS`).
+
+    A pool is allocated from its beginning. Where all further blocks are free the map ends, after a power of two of
+    blocks so that its scale seldom changes: in a map of the whole pool the few blocks of one request can hardly be seen.
 
     Args:
         request_of: the number of the request that each sequence belongs to. tier: "device" or "host".
@@ -279,12 +283,14 @@ def map_blocks(kv: KVCacheManager, request_of: Mapping[str, int], *, tier: str, 
     """
     pool, tables, loading = _tier(kv, tier)
     owners = _owners(tables, request_of)
-    per_cell = max(1, -(-pool.num_blocks // cells))
     states = "".join([_map_state(block, loading) for block in pool.blocks])
     counts = {"cached": states.count(CACHED), "free": states.count(FREE), "loading": states.count(LOADING)}
     counts |= {"used": len(states) - sum(counts.values())}
     counts["shared"] = counts["used"] - states.count(REFS[1])
-    names = [owners.get(block.block_id, ()) if block.ref_count else None for block in pool.blocks]
+    mapped = max(MIN_MAP_BLOCKS, 1 << (len(states.rstrip(FREE)) - 1).bit_length())
+    states, blocks = states[:mapped], pool.blocks[:mapped]
+    per_cell = max(1, -(-len(states) // cells))
+    names = [owners.get(block.block_id, ()) if block.ref_count else None for block in blocks]
     if per_cell > 1:
         starts = range(0, len(states), per_cell)
         states, names = (

@@ -1,8 +1,9 @@
 // The chat: sends the conversation, streams the answer in, and lets the user stop, repeat and change it.
 
 import { ApiError, postStream } from "./api.js";
-import { Conversation, applyDelta } from "./conversation.js";
-import { $, button, el, showFieldError } from "./dom.js";
+import { Attachments } from "./attachments.js";
+import { applyDelta, forRequest } from "./conversation.js";
+import { $, button, el, randomHex, showFieldError } from "./dom.js";
 import { MessageView } from "./message.js";
 import { SettingsError } from "./settings.js";
 import { asCurl, asPython, showSnippet } from "./snippets.js";
@@ -11,15 +12,17 @@ const SUGGESTIONS = ["What is Quire?", "What is 27 + 48?", "Reverse the word \"s
 const NEAR = 80; // pixels from the end within which new text scrolls along
 
 export class Chat {
-  /** `onActivity(requestId)` is told of each request that begins and ends (null). */
-  constructor(settings, onActivity) {
+  /** `onActivity(requestId)` is told of each request that begins and ends (null); `onOpen()` of another conversation. */
+  constructor(settings, conversation, onActivity) {
     this.settings = settings;
     this.onActivity = onActivity;
-    this.conversation = new Conversation();
+    this.onOpen = () => {};
+    this.conversation = conversation;
     this.running = null;
     this.views = [];
     this.list = $("messages");
     this.prompt = $("prompt");
+    this.attachments = new Attachments((reason) => this.fail(reason));
     this.listen();
     this.draw();
   }
@@ -40,7 +43,6 @@ export class Chat {
       if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.stop();
     });
     $("stop-button").addEventListener("click", () => this.stop());
-    $("clear").addEventListener("click", () => this.clear());
     $("as-curl").addEventListener("click", () => this.show("This request with curl", asCurl));
     $("as-python").addEventListener("click", () => this.show("This request in Python", asPython));
   }
@@ -84,19 +86,30 @@ export class Chat {
       }))));
   }
 
-  clear() {
+  /** Go on with another conversation; an answer that is under way is stopped. */
+  open(conversation) {
     this.stop();
-    this.conversation.cut(0);
+    this.conversation = conversation;
     this.draw();
     this.fail("");
+    this.onOpen();
     this.prompt.focus();
   }
 
+  /** Return the message in the box, null if there is none. */
+  written() {
+    const content = this.prompt.value.trim();
+    const { files } = this.attachments;
+    if (!content && !files.length) return null;
+    return files.length ? { role: "user", content, files } : { role: "user", content };
+  }
+
   submit() {
-    const text = this.prompt.value.trim();
-    if (!text || this.running) return;
+    const message = this.written();
+    if (!message || this.running) return;
     if (!this.ready()) return;
-    this.conversation.add({ role: "user", content: text });
+    this.conversation.add(message);
+    this.attachments.set([]);
     this.prompt.value = "";
     this.fit();
     this.draw();
@@ -104,9 +117,9 @@ export class Chat {
   }
 
   edit(place, text) {
-    if (!text.trim() || this.running) return;
-    this.conversation.cut(place);
-    this.conversation.add({ role: "user", content: text.trim() });
+    const { files } = this.conversation.messages[place];
+    if ((!text.trim() && !files) || this.running) return;
+    this.conversation.cut(place, { role: "user", content: text.trim(), ...(files && { files }) });
     this.draw();
     this.generate();
   }
@@ -150,8 +163,8 @@ export class Chat {
   show(title, write) {
     if (!this.ready()) return;
     const { body } = this.request();
-    const text = this.prompt.value.trim();
-    if (text) body.messages.push({ role: "user", content: text });
+    const message = this.written();
+    if (message) body.messages.push(forRequest(message));
     if (!body.messages.length) body.messages.push({ role: "user", content: "Hello!" });
     showSnippet(title, write(body));
   }
@@ -163,8 +176,9 @@ export class Chat {
   async generate() {
     if (!this.ready()) return;
     const { body, places } = this.request();
-    const id = `page-${[...crypto.getRandomValues(new Uint8Array(6))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
-    const message = this.conversation.add({ role: "assistant", content: "" });
+    const id = `page-${randomHex(6)}`;
+    const { conversation } = this;
+    const message = conversation.add({ role: "assistant", content: "" });
     this.draw();
     const view = this.views.at(-1);
     view.streaming = true;
@@ -187,7 +201,7 @@ export class Chat {
     }
     message.stats = clock.stats();
     if (!message.content && !message.tool_calls && message.error === undefined && !message.finish) message.finish = "stop";
-    this.conversation.save();
+    conversation.save();
     const atEnd = this.isAtEnd();
     view.streaming = false;
     view.update();
@@ -261,10 +275,11 @@ export class Chat {
   withdraw(message, reason) {
     const { messages } = this.conversation;
     const place = messages.indexOf(message);
-    if (place < 0) return; // the conversation was cleared meanwhile
+    if (place < 0) return; // another conversation was opened meanwhile
     const asked = messages[place - 1];
-    if (asked?.role === "user" && !this.prompt.value) {
+    if (asked?.role === "user" && !this.written()) {
       this.prompt.value = asked.content;
+      this.attachments.set(asked.files || []);
       this.fit();
       this.conversation.cut(place - 1);
     } else {

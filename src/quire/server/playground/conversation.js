@@ -1,24 +1,41 @@
-// The conversation: a list of messages as the API has them, with what the page knows besides. Kept in this tab only.
+// One conversation: a list of messages as the API has them, with what the page knows besides.
 
-import { recall, store } from "./dom.js";
+import { withFiles } from "./attachments.js";
 
-const NAME = "quire.conversation";
 // What a message has for the page alone.
-const OWN = ["reasoning", "stats", "error", "finish"];
+const OWN = ["reasoning", "stats", "error", "finish", "files"];
+const TITLE_LENGTH = 60;
 
 export class Conversation {
-  constructor() {
-    this.messages = [];
-    try {
-      const kept = JSON.parse(recall(sessionStorage, NAME) || "[]");
-      if (Array.isArray(kept)) this.messages = kept.filter((item) => item && typeof item.role === "string");
-    } catch {
-      // Not what this page wrote.
+  /** `conversations` is what keeps it. */
+  constructor(conversations, id, title, messages) {
+    this.conversations = conversations;
+    this.id = id;
+    this.title = title;
+    this.messages = messages;
+    this.gone = false;
+  }
+
+  /** Have it kept, unless it was deleted or has nothing that is worth it. */
+  save() {
+    if (this.gone) return;
+    if (this.messages.length) {
+      this.title ||= titleOf(this.messages);
+      this.conversations.keep(this);
+    } else {
+      this.title = "";
+      this.conversations.remove(this.id);
     }
   }
 
-  save() {
-    store(sessionStorage, NAME, JSON.stringify(this.messages));
+  delete() {
+    this.gone = true; // an answer that is being stopped does not bring it back
+    this.conversations.remove(this.id);
+  }
+
+  rename(title) {
+    this.title = title;
+    this.conversations.rename(this.id, title);
   }
 
   add(message) {
@@ -27,9 +44,9 @@ export class Conversation {
     return message;
   }
 
-  /** Forget message `index` and everything after it. */
-  cut(index) {
-    this.messages.length = index;
+  /** Forget message `index` and everything after it; `others` take their place. */
+  cut(index, ...others) {
+    this.messages.splice(index, Infinity, ...others);
     this.save();
   }
 
@@ -43,13 +60,23 @@ export class Conversation {
     }
     this.messages.forEach((message, place) => {
       if (message.role === "assistant" && !message.content && !message.tool_calls) return;
-      const plain = { ...message };
-      for (const name of OWN) delete plain[name];
-      messages.push(plain);
+      messages.push(forRequest(message));
       places.push(place);
     });
     return { messages, places };
   }
+}
+
+/** Return a message as the API has it. */
+export function forRequest(message) {
+  const plain = { ...message, content: withFiles(message.content, message.files) };
+  for (const name of OWN) delete plain[name];
+  return plain;
+}
+
+function titleOf([first]) {
+  const line = (first.content || first.files?.[0]?.name || "").trim().split("\n")[0];
+  return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH)}\u2026` : line || "Conversation";
 }
 
 /** Put what a stream says of the first choice into `message`. */

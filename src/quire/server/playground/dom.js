@@ -60,12 +60,14 @@ export async function copyFrom(control, text) {
   setTimeout(() => { control.textContent = label; }, 1400);
 }
 
+/** Keep a text, or forget it (null). Returns whether that worked. */
 export function store(area, name, value) {
   try {
     if (value === null) area.removeItem(name);
     else area.setItem(name, value);
+    return true;
   } catch {
-    // Full, or forbidden by the browser: the page works without.
+    return false; // full, or forbidden by the browser: the page works without
   }
 }
 
@@ -75,6 +77,17 @@ export function recall(area, name) {
   } catch {
     return null;
   }
+}
+
+/** Have the browser save a text as a file. */
+export function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+export function randomHex(bytes) {
+  return [...crypto.getRandomValues(new Uint8Array(bytes))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 export const count = new Intl.NumberFormat("en-US");

@@ -144,9 +144,11 @@ export class Engine {
   legend(picture) {
     const device = picture.maps.find((map) => map.tier === "device");
     if (!device) return;
-    const { counts, num_blocks: total, per_cell: each } = device;
+    const { counts, num_blocks: total, per_cell: each, states } = device;
+    const mapped = states.length * each;
     const slots = count.format(total * picture.block_size);
     $("pool-size").textContent = `${count.format(total)} blocks of ${picture.block_size} tokens, ${slots} in all`
+      + (mapped < total ? `; shown are the first ${count.format(mapped)}, the others are free` : "")
       + (each > 1 ? `; ${each} blocks a cell` : "")
       + (picture.disk.num_blocks ? `; ${count.format(picture.disk.cached)} on disk` : "");
     const items = LEGEND.filter(([name]) => name !== "loading" || counts.loading);

@@ -2,6 +2,8 @@
 
 import { getJSON, hasKey, setKey, whenRefused } from "./api.js";
 import { Chat } from "./chat.js";
+import { ConversationList } from "./conversation_list.js";
+import { Conversations } from "./conversations.js";
 import { $, el, recall, store } from "./dom.js";
 import { Engine } from "./engine.js";
 import { Settings } from "./settings.js";
@@ -57,11 +59,14 @@ function start() {
   $("theme-button").addEventListener("click", changeTheme);
   if (innerWidth <= NARROW) {
     $("settings-panel").open = false;
+    $("conversations-panel").open = false;
     $("engine-panel").open = innerHeight > innerWidth && innerWidth > 700;
   }
   const engine = new Engine();
   const settings = new Settings();
-  new Chat(settings, (id) => engine.onActivity(id));
+  const conversations = new Conversations();
+  const chat = new Chat(settings, conversations.last(), (id) => engine.onActivity(id));
+  new ConversationList(conversations, chat);
   window.addEventListener("themechange", () => engine.redraw());
   whenRefused(askForKey);
   $("key-button").addEventListener("click", () => askForKey());

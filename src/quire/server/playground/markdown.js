@@ -1,13 +1,16 @@
-// A little Markdown: fenced code, lists, headings as bold lines, `code` and **bold**. Text becomes text nodes only, so
-// nothing that a model writes can be more than text.
+// A little Markdown: fenced code, tables, lists, headings as bold lines, `code` and **bold**. Text becomes text nodes only,
+// so nothing that a model writes can be more than text.
 
 import { el } from "./dom.js";
+import { highlight } from "./highlight.js";
 
 const FENCE = /^\s*(```+|~~~+)\s*([\w+-]*)/;
 const BULLET = /^\s{0,3}[-*+]\s+(.*)$/;
 const NUMBER = /^\s{0,3}\d{1,9}[.)]\s+(.*)$/;
 const HEADING = /^#{1,6}\s+(.*)$/;
-const INLINE = /(`+)(.+?)\1(?!`)|\*\*(?=\S)(.+?\S|\S)\*\*/gs;
+// Bounded, so that marks which are never closed do not make it slow.
+const INLINE = /(`{1,9})(.{1,999}?)\1(?!`)|\*\*(?=\S)(.{0,999}?\S)\*\*/gs;
+const ALIGNMENT = /^:?-+:?$/;
 
 /** Return the nodes for a text. */
 export function render(text) {
@@ -26,7 +29,17 @@ export function render(text) {
       const code = [];
       while (++at < lines.length && !lines[at].trimStart().startsWith(fence[1])) code.push(lines[at]);
       nodes.push(el("pre", { tabindex: "0", "aria-label": fence[2] ? `Code, ${fence[2]}` : "Code" },
-        el("code", { text: code.join("\n") })));
+        el("code", {}, ...highlight(code.join("\n"), fence[2]))));
+      continue;
+    }
+    const aligned = alignments(lines[at], lines[at + 1]);
+    if (aligned) {
+      flush();
+      const header = cells(lines[at]);
+      const rows = [];
+      for (at += 2; at < lines.length && lines[at].includes("|"); at++) rows.push(cells(lines[at]));
+      at--;
+      nodes.push(table(header, rows, aligned));
       continue;
     }
     const pattern = BULLET.test(lines[at]) ? BULLET : NUMBER.test(lines[at]) ? NUMBER : null;
@@ -53,6 +66,30 @@ export function render(text) {
   }
   flush();
   return nodes;
+}
+
+/** Return how the columns of a table are aligned, null if these two lines do not begin one. */
+function alignments(header, delimiter) {
+  if (!header.includes("|") || !delimiter?.includes("-")) return null;
+  const marks = cells(delimiter);
+  if (!marks.every((mark) => ALIGNMENT.test(mark)) || marks.length !== cells(header).length) return null;
+  return marks.map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : "left"));
+}
+
+/** Return the cells of a line: what is between its bars, but for those after a backslash. */
+function cells(line) {
+  const found = line.trim().split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  if (found[0] === "") found.shift();
+  if (found.at(-1) === "") found.pop();
+  return found;
+}
+
+/** Make a table. Rows may be short; what they have beyond the header is left out. */
+function table(header, rows, aligned) {
+  const row = (tag, texts) => el("tr", {}, ...texts.slice(0, header.length).map((text, column) =>
+    withInline(el(tag, { class: aligned[column], scope: tag === "th" ? "col" : null }), text)));
+  return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" },
+    el("table", {}, el("thead", {}, row("th", header)), el("tbody", {}, ...rows.map((texts) => row("td", texts)))));
 }
 
 function withInline(node, text) {

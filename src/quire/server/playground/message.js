@@ -1,5 +1,6 @@
 // One message of the conversation as elements, and how it is kept up to date while its text streams in.
 
+import { chip } from "./attachments.js";
 import { button, copyFrom, count, duration, el } from "./dom.js";
 import { render } from "./markdown.js";
 
@@ -21,6 +22,7 @@ export class MessageView {
     this.root = el("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] || message.role },
       el("header", {}, el("strong", { text: NAMES[message.role] || message.role }), this.buttons()),
       this.before, this.body, this.after, this.error, this.foot);
+    this.before.append(...(message.files || []).map(chip));
     this.update();
   }
 
@@ -35,13 +37,13 @@ export class MessageView {
 
   /** Show what the message has by now. */
   update() {
-    const { content, reasoning, tool_calls: calls, stats, error, finish } = this.message;
+    const { content, reasoning, tool_calls: calls, stats, error, finish, files } = this.message;
     if (content !== this.shown.content) {
       this.body.replaceChildren(...(this.message.role === "assistant"
         ? render(content || "") : [el("p", { text: content || "" })]));
       this.shown.content = content;
     }
-    this.body.hidden = !content && Boolean(calls || error);
+    this.body.hidden = !content && Boolean(calls || error || files);
     if (reasoning && reasoning !== this.shown.reasoning) this.showReasoning(reasoning);
     (calls || []).forEach((call, index) => this.showCall(call, index));
     this.error.textContent = error || "";

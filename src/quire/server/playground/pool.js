@@ -8,6 +8,7 @@ const MAX_HEIGHT = { device: 216, host: 44 };
 const MANY = 8192; // cells that need more height
 const LARGEST = 17;
 const SMALLEST = 2;
+const MIN_OWN = 7; // pixels of a cell of this chat, or of the request that is pointed at, among smaller ones
 
 /** Return the state of each cell, and the requests that hold it (null where it is not in use). */
 export function decode(map) {
@@ -47,6 +48,10 @@ export class Pool {
 
   /** Show a new map. `requests`: what is known of those that its sets number: { name, color, mine, key }. */
   update(map, requests) {
+    if (map.per_cell !== this.map?.per_cell) {
+      this.keptBy.clear();
+      this.marked = -1;
+    }
     this.map = map;
     this.requests = requests;
     this.owners = decode(map);
@@ -123,6 +128,9 @@ export class Pool {
     const colors = Object.fromEntries(["cell-free", "cell-cached", "cell-mine", "cell-other", "surface", "ink", "warn"]
       .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     for (let cell = 0; cell < this.owners.length; cell++) this.drawCell(context, cell, colors);
+    if (grid.size - grid.gap < MIN_OWN) {
+      for (const cell of this.outstanding()) this.drawCell(context, cell, colors, MIN_OWN);
+    }
     context.globalAlpha = 1;
     if (this.marked >= 0 && this.marked < this.owners.length) {
       const [x, y, side] = this.place(this.marked);
@@ -132,13 +140,24 @@ export class Pool {
     }
   }
 
-  place(cell) {
-    const { columns, pitch, size, gap } = this.grid;
-    return [Math.round((cell % columns) * pitch) + gap / 2, Math.floor(cell / columns) * size + gap / 2, size - gap];
+  /** Return the cells that must be seen however small the others are. */
+  outstanding() {
+    const stands = (index) => this.requests[index]?.mine || (this.only !== null && this.requests[index]?.key === this.only);
+    return [...this.owners.keys()].filter((cell) => this.owners[cell]?.some(stands));
   }
 
-  drawCell(context, cell, colors) {
-    const [x, y, side] = this.place(cell);
+  /** Return where a cell is and how large; around its middle if it has to be larger, but within the canvas. */
+  place(cell, least = 0) {
+    const { columns, pitch, size, gap, width, rows } = this.grid;
+    const side = Math.max(size - gap, least);
+    const more = (side - (size - gap)) / 2;
+    const x = Math.round((cell % columns) * pitch) + gap / 2 - more;
+    const y = Math.floor(cell / columns) * size + gap / 2 - more;
+    return more ? [within(x, width - side), within(y, rows * size - side), side] : [x, y, side];
+  }
+
+  drawCell(context, cell, colors, least = 0) {
+    const [x, y, side] = this.place(cell, least);
     const state = this.map.states[cell];
     const owners = this.owners[cell];
     const round = side >= 7 ? 2.5 : 0;
@@ -261,3 +280,5 @@ export class Pool {
     return `held by ${shown || "a request"}${many}`;
   }
 }
+
+const within = (value, most) => Math.max(0, Math.min(value, most));
