@@ -55,7 +55,7 @@ def chat(page: Playground) -> None:
     """Have short conversations, and ask for one long answer in the last, which is under way at the end."""
     page.ready()
     for question in QUESTIONS:
-        page.page.click("#new-conversation")
+        page.evaluate("() => document.getElementById('new-conversation').click()")  # the pointer stays away
         page.send(question)
         page.answer()
     page.evaluate("() => document.querySelector('#engine-panel').open = true")
