@@ -15,6 +15,7 @@ import pytest
         (["quire-demo", "Why", "is", "it", "blue?"], None, "Why is it blue?"),
         (["quire-demo", "--top-p", "0.5", "Why?", "--min-p", "0.1", "Say."], None, "Why? Say."),
         (["quire-demo", "--", "--why"], None, "--why"),
+        (["quire-demo", "So", "--top-p", "0.5", "--", "--why", "-c"], None, "So --why -c"),
         (["quire-demo", "Sum", "up:"], ["one", "", "two"], "Sum up:\n\none\n\ntwo"),
         (["quire-demo"], ["  one", "two"], "  one\ntwo"),
         ([], ["one"], "one"),

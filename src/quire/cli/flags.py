@@ -112,14 +112,15 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; refuse unknown arguments here, where the known flags are known too."""
         parsed, rest = super().parse_known_args(args, namespace)
-        for word in rest:
+        end = rest.index("--") if "--" in rest else len(rest)
+        for word in rest[:end]:
             flag = word.partition("=")[0]
-            if flag.startswith("-") and flag != "--":
+            if flag.startswith("-"):
                 hint = nearest(flag, list(self._option_string_actions))
                 raise ConfigError(f"unknown option {printable(flag)}{hint}", param=printable(flag.lstrip("-")))
         if rest and self.takes_rest is not None:
             # argparse ends a list of words at the first flag.
-            getattr(parsed, self.takes_rest).extend(rest)
+            getattr(parsed, self.takes_rest).extend(rest[:end] + rest[end + 1 :])
         elif rest:
             raise ConfigError(f"unexpected argument {printable(rest[0])!r}")
         return parsed, []

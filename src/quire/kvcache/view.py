@@ -274,8 +274,8 @@ def map_blocks(kv: KVCacheManager, request_of: Mapping[str, int], *, tier: str, 
     references. `owners` has two digits to the base 64 for each used or loading cell, in order: which of `sets` owns it,
     a list of requests (at most `MAX_MAP_OWNERS`).
 
-    A pool is allocated from its beginning. Where all further blocks are free the map ends, after a power of two of
-    blocks so that its scale seldom changes: in a map of the whole pool the few blocks of one request can hardly be seen.
+    A pool is allocated from its beginning. The map ends where all further blocks are free, since the few blocks of one
+    request could hardly be seen in a map of all; and after a power of two of blocks, so that its scale seldom changes.
 
     Args:
         request_of: the number of the request that each sequence belongs to. tier: "device" or "host".
