@@ -8,6 +8,7 @@
         ContextLengthError      prompt (+ max_tokens) does not fit         400
         UnsupportedError        a known field this engine cannot honour    400
         NotFoundError           no such model, route, or object            404
+        ConflictError           not as long as something else goes on      409
       GenerationError           the engine gave up one request             500  exit 1
       OverloadedError           queues are full; try again later           503
       EngineAsleepError         the engine was put to sleep                503
@@ -149,6 +150,13 @@ class NotFoundError(RequestError):
 
     http_status = 404
     default_code = "model_not_found"
+
+
+class ConflictError(RequestError):
+    """The named object is being used; once that has ended, the same request may be served."""
+
+    http_status = 409
+    default_code = "conflict"
 
 
 class GenerationError(QuireError):

@@ -36,6 +36,7 @@ from quire.server.metrics import Metrics
 from quire.server.model_pool import ModelPool
 from quire.server.ollama import routes as ollama
 from quire.server.openapi import describe
+from quire.server.responses import conversation_routes as conversations
 from quire.server.responses import routes as responses
 from quire.server.served_model import ServedModel
 from quire.server.shared_models import SharedModels
@@ -78,7 +79,10 @@ def build_app(
         app.add_middleware(CrossOrigin, server=config.server)
     app.add_exception_handler(QuireError, on_quire_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    for module in (completions, chat, responses, anthropic, ollama, pooling, tokenize, timeline, models, health):
+    for module in (
+        *(completions, chat, responses, conversations, anthropic, ollama),
+        *(pooling, tokenize, timeline, models, health),
+    ):
         app.include_router(module.router)
     app.state.disabled_routes = {}
     for module, flag, enabled in (

@@ -73,7 +73,7 @@ class RequestModel(BaseModel):
 
     Attributes:
         refused: fields that are known but not honoured, with the values that are accepted because they ask for nothing.
-        not_null: fields for which null is an error; elsewhere a null field is an absent one.
+        not_null: fields of which null is a value, or an error; elsewhere a null field is an absent one.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")

@@ -177,7 +177,6 @@ def test_every_official_field_is_known() -> None:
 def test_values_that_are_not_honoured_are_refused_by_name(family: LiveServer) -> None:
     """For each official field that is not read: a value that asks for something is an error with its name."""
     values: dict[str, Any] = {
-        "conversation": "conv_1",
         "context_management": [{"type": "compaction"}],
         "moderation": {"model": "m"},
         "prompt": {"id": "p"},

@@ -14,21 +14,24 @@ Message = dict[str, Any]
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 
 
-def as_messages(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
-    """Return the messages that instructions, an earlier conversation and new items are.
+def as_messages(instructions: str | None, earlier: Sequence[Item], items: Sequence[Item], source: str) -> list[Message]:
+    """Return the messages that instructions, what was said earlier and new items are.
 
     Reasoning, a message and calls that follow one another are one message of the assistant's.
 
+    Args:
+        source: the field of the request that stands for what was said earlier.
+
     Raises:
-        RequestError: naming the place among the new items.
+        RequestError: naming the place among the items.
     """
     builder = _Builder()
     if instructions is not None:
         builder.say("system", [instructions])
-    for item in earlier:
+    for index, item in enumerate(earlier):
         # What was cut off has no place in a conversation: it is no JSON.
         if item["type"] not in CALL_TEXT or item["status"] == "completed":
-            builder.add(item, "previous_response_id")
+            builder.add(item, f"{source}.items[{index}]")
     for index, item in enumerate(items):
         builder.add(item, f"input[{index}]")
     return builder.messages

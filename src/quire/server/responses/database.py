@@ -1,4 +1,4 @@
-"""`ResponseDatabase`: stored responses as rows of SQLite, in a file or in memory, and the bounds on them.
+"""`ResponseDatabase`: stored responses and conversations as rows of SQLite, in a file or in memory, and their bounds.
 
 It knows neither asyncio nor what runs a response. Its functions block and are called by one thread at a time
 (`store.py`). Any number of processes open the same file: each statement sees what the others have committed, and the
@@ -9,6 +9,10 @@ bounds count all of it.
                 that grows, and `expires`, in seconds since 1970
     items       own items and output, one row each, to be found by their ids
     parts       what is only read as a whole: the conversation before, and the events of the stream
+
+A conversation is a row of `responses`, too, so that the same bounds hold for both; its id says which of them a row is.
+It has always ended, and is the newest of its key after each change. A process in its row is one that makes a response
+in it: nobody else may change its items meanwhile.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.errors import ConflictError, NotFoundError, echo
 from quire.server.data_dir import FILE_MODE, FileLock, poll, slot_lives
-from quire.server.responses.items import Item
+from quire.server.responses.items import Item, check_new
 from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -61,6 +66,11 @@ CREATE TABLE parts (
     response INTEGER NOT NULL, name TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (response, name));
 """
 EXPIRED = "ended IS NOT NULL AND expires <= ?"
+LATEST = "(SELECT IFNULL(MAX(ended), 0) + 1 FROM responses WHERE ended IS NOT NULL)"
+RESPONSE, CONVERSATION, ITEM = "response", "conversation", "item"
+ID_PREFIXES = {RESPONSE: "resp", CONVERSATION: "conv"}
+
+EncodedItem = tuple[str, bytes]  # its id and its JSON
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -82,6 +92,28 @@ class Row:
     earlier: bytes
     items: list[Item]
     events: bytes | None
+
+
+class _Found(NamedTuple):
+    """A row of `responses`."""
+
+    number: int
+    slot: int | None
+    incarnation: str | None
+    size: int
+    resource: bytes
+
+
+def not_found(kind: str, name: str) -> NotFoundError:
+    """Return the error for a response, conversation or item that this key does not have."""
+    message = f"there is no {kind} {echo(name)}, or it is not stored any more"
+    return NotFoundError(message, param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+def locked(conversation_id: str) -> ConflictError:
+    """Return the error for a conversation in which a response is being made."""
+    message = f"a response is being made in the conversation {echo(conversation_id)}; try again once it has ended"
+    return ConflictError(message, param="conversation_id", code="conversation_locked")
 
 
 class DamagedError(Exception):
@@ -173,66 +205,87 @@ class ResponseDatabase:
     ) -> int:
         """Store a response that this process runs; return its number."""
         encoded, before = _without_output(response), b"[%b]" % b",".join(map(_encode, earlier))
-        own = [(item["id"], _encode(item)) for item in items]
+        own = _encoded(items)
         with self._writing():
-            size = len(before) + sum([len(item) for _, item in own])
-            number = self.connection.execute(
-                "INSERT INTO responses (owner, id, slot, incarnation, size, response) VALUES (?, ?, ?, ?, ?, ?)",
-                (owner, response["id"], self._slot, self._incarnation, size, encoded),
-            ).lastrowid
-            assert number is not None
+            size = len(before) + _num_bytes(own)
+            holder = self._slot, self._incarnation
+            number = self._insert(owner, response["id"], holder, size, encoded)
             self._insert_items(number, owner, own, output=False)
             parts = [(number, "earlier", before), *([(number, "events", b"")] if events else [])]
             self.connection.executemany("INSERT INTO parts VALUES (?, ?, ?)", parts)
-            self.connection.execute(
-                "INSERT INTO owners (digest, responses, ended, bytes) VALUES (?, 1, 0, 0) "
-                "ON CONFLICT (digest) DO UPDATE SET responses = responses + 1",
-                (owner,),
-            )
         return number
 
-    def finish(self, number: int, response: dict[str, Any], events: bytes | None) -> int | None:
-        """Store the end of a response; return the bytes that it takes, None if it was deleted meanwhile."""
+    def _insert(self, owner: bytes, name: str, holder: tuple[int | None, str | None], size: int, encoded: bytes) -> int:
+        """Insert a row of something that has not ended; return its number."""
+        number = self.connection.execute(
+            "INSERT INTO responses (owner, id, slot, incarnation, size, response) VALUES (?, ?, ?, ?, ?, ?)",
+            (owner, name, *holder, size, encoded),
+        ).lastrowid
+        assert number is not None
+        self.connection.execute(
+            "INSERT INTO owners (digest, responses, ended, bytes) VALUES (?, 1, 0, 0) "
+            "ON CONFLICT (digest) DO UPDATE SET responses = responses + 1",
+            (owner,),
+        )
+        return number
+
+    def finish(
+        self, owner: bytes, number: int | None, response: dict[str, Any], events: bytes | None, said: Sequence[Item]
+    ) -> int | None:
+        """Store the end of a response, and unlock its conversation, if it has one.
+
+        Args:
+            number: None if the response is not stored. said: what is added to the conversation.
+
+        Returns:
+            The bytes that the response takes; None if it is not stored, or was deleted meanwhile.
+        """
         with self._writing():
-            return self._end(number, response, events)
+            size = None if number is None else self._end(number, response, events)
+            if response.get("conversation") is not None:
+                self._unlock(owner, response["conversation"]["id"], said)
+            return size
 
     def _end(self, number: int, response: dict[str, Any], events: bytes | None) -> int | None:
-        encoded = _without_output(response)
-        output = [(item["id"], _encode(item)) for item in response["output"]]
+        encoded, output = _without_output(response), _encoded(response["output"])
         found = self.connection.execute(
             "SELECT owner, size FROM responses WHERE number = ? AND ended IS NULL", (number,)
         ).fetchone()
         if found is None:
             return None
         owner, input_size = found
-        size: int = input_size + len(encoded) + sum([len(item) for _, item in output]) + len(events or b"")
-        self.connection.execute(
-            "UPDATE responses SET slot = NULL, incarnation = NULL, expires = ?, size = ?, response = ?, "
-            "ended = (SELECT IFNULL(MAX(ended), 0) + 1 FROM responses WHERE ended IS NOT NULL) WHERE number = ?",
-            (self._clock() + self._seconds, size, encoded, number),
-        )
+        size: int = input_size + len(encoded) + _num_bytes(output) + len(events or b"")
         self._insert_items(number, owner, output, output=True)
         if events:
             self.connection.execute(
                 "UPDATE parts SET data = ? WHERE response = ? AND name = 'events'", (events, number)
             )
-        self.connection.execute(
-            "UPDATE owners SET ended = ended + 1, bytes = bytes + ? WHERE digest = ?", (size, owner)
-        )
+        self._settle(owner, _Found(number, None, None, size, encoded))
         return size
 
-    def _insert_items(self, number: int, owner: bytes, items: Sequence[tuple[str, bytes]], *, output: bool) -> None:
+    def _settle(self, owner: bytes, row: _Found) -> None:
+        """Write a row of something that has ended now, and count it."""
+        self.connection.execute(
+            "UPDATE responses SET slot = ?, incarnation = ?, size = ?, response = ?, expires = ?, "
+            f"ended = {LATEST} WHERE number = ?",
+            (*row[1:], self._clock() + self._seconds, row.number),
+        )
+        self.connection.execute(
+            "UPDATE owners SET ended = ended + 1, bytes = bytes + ? WHERE digest = ?", (row.size, owner)
+        )
+
+    def _insert_items(self, number: int, owner: bytes, items: Sequence[EncodedItem], *, output: bool) -> None:
         rows = [(owner, item_id, number, output, item) for item_id, item in items]
         self.connection.executemany(
             "INSERT INTO items (owner, id, response, output, item) VALUES (?, ?, ?, ?, ?)", rows
         )
 
-    def find(self, owner: bytes, response_id: str) -> Row | None:
-        """Return a response; one whose process is gone has failed."""
+    def find(self, owner: bytes, response_id: str) -> Row:
+        """Return a response; one whose process is gone has failed. Raises `NotFoundError`."""
         self._drop_expired()
         with self._transaction("BEGIN"):
             row, incarnation = self._read(owner, response_id)
-        if row is None or row.slot is None or self._lives(row.slot, incarnation, mine=False):
+        if row.slot is None or self._lives(row.slot, incarnation, mine=False):
             return row
         mine = row.slot == self._slot and incarnation == self._incarnation
         row.response, row.slot = failed(row.response, NOT_KEPT if mine else RESTARTED), None
@@ -240,16 +293,20 @@ class ResponseDatabase:
             self._end(row.number, row.response, None)
         return row
 
-    def _read(self, owner: bytes, response_id: str) -> tuple[Row | None, str]:
-        """Return a response, and the incarnation of the process that runs it."""
+    def _find(self, owner: bytes, kind: str, name: str) -> _Found:
+        """Return the row of a response or conversation. Raises `NotFoundError`."""
         found = self.connection.execute(
             "SELECT number, slot, incarnation, size, response FROM responses WHERE owner = ? AND id = ? "
             f"AND NOT ({EXPIRED})",
-            (owner, response_id, self._clock()),
+            (owner, name, self._clock()),
         ).fetchone()
-        if found is None:
-            return None, ""
-        number, slot, incarnation, size, encoded = found
+        if found is None or not name.startswith(f"{ID_PREFIXES[kind]}_"):
+            raise not_found(kind, name)
+        return _Found(*found)
+
+    def _read(self, owner: bytes, response_id: str) -> tuple[Row, str]:
+        """Return a response, and the incarnation of the process that runs it. Raises `NotFoundError`."""
+        number, slot, incarnation, size, encoded = self._find(owner, RESPONSE, response_id)
         response = _decode(encoded)
         items: list[Item] = []
         for output, item in self.connection.execute(
@@ -274,14 +331,154 @@ class ResponseDatabase:
                 found[item_id] = _decode(row[0])
         return found
 
-    def delete(self, owner: bytes, response_id: str) -> None:
-        """Forget a response, and the log that has it, too."""
+    def list_items(
+        self, owner: bytes, kind: str, name: str, limit: int, order: str, after: str | None
+    ) -> tuple[list[EncodedItem], bool]:
+        """Return items of a response's request, or of a conversation, and whether there are more of them.
+
+        Args:
+            order: asc or desc. after: the id of the item before.
+
+        Raises:
+            NotFoundError: there is no such response, conversation, or item.
+        """
+        self._drop_expired()
+        number = self._find(owner, kind, name).number
+        bound: tuple[int, ...] = ()
+        if after is not None:
+            try:
+                bound = (self._find_item(owner, number, after)[0],)
+            except NotFoundError as error:
+                raise NotFoundError(f"after: {error.message}", param="after", code=error.code) from None
+        beyond = "" if after is None else f"AND number {'>' if order == 'asc' else '<'} ? "
+        rows = self.connection.execute(
+            f"SELECT id, item FROM items WHERE response = ? AND NOT output {beyond}ORDER BY number {order} LIMIT ?",
+            (number, *bound, limit + 1),
+        ).fetchall()
+        return rows[:limit], len(rows) > limit
+
+    def _find_item(self, owner: bytes, number: int, item_id: str) -> tuple[int, bytes]:
+        """Return number and JSON of an item, not of output, of a row; of several the newest. Raises `NotFoundError`."""
+        found: tuple[int, bytes] | None = self.connection.execute(
+            "SELECT number, item FROM items WHERE owner = ? AND id = ? AND response = ? AND NOT output "
+            "ORDER BY number DESC LIMIT 1",
+            (owner, item_id, number),
+        ).fetchone()
+        if found is None:
+            raise not_found(ITEM, item_id)
+        return found
+
+    def insert_conversation(self, owner: bytes, conversation: dict[str, Any], items: Sequence[Item]) -> None:
+        """Store a new conversation."""
+        encoded, own = _encode(conversation), _encoded(items)
+        with self._writing():
+            number = self._insert(owner, conversation["id"], (None, None), 0, encoded)
+            self._insert_items(number, owner, own, output=False)
+            self._settle(owner, _Found(number, None, None, len(encoded) + _num_bytes(own), encoded))
+
+    def conversation(self, owner: bytes, conversation_id: str) -> dict[str, Any]:
+        """Return a conversation. Raises `NotFoundError`."""
+        self._drop_expired()
+        found: dict[str, Any] = _decode(self._find(owner, CONVERSATION, conversation_id).resource)
+        return found
+
+    def said(self, owner: bytes, conversation_id: str) -> bytes:
+        """Return all items of a conversation, as JSON. Raises `NotFoundError`."""
+        self._drop_expired()
+        with self._transaction("BEGIN"):
+            number = self._find(owner, CONVERSATION, conversation_id).number
+            rows = self.connection.execute("SELECT item FROM items WHERE response = ? ORDER BY number", (number,))
+            return b"[%b]" % b",".join([item for (item,) in rows])
+
+    def conversation_item(self, owner: bytes, conversation_id: str, item_id: str) -> bytes:
+        """Return an item of a conversation, as JSON. Raises `NotFoundError`."""
+        self._drop_expired()
+        return self._find_item(owner, self._find(owner, CONVERSATION, conversation_id).number, item_id)[1]
+
+    def update_conversation(self, owner: bytes, conversation_id: str, **fields: Any) -> dict[str, Any]:
+        """Change fields of a conversation, which may be locked; return it. Raises `NotFoundError`."""
+        with self._writing():
+            found = self._find(owner, CONVERSATION, conversation_id)
+            conversation: dict[str, Any] = {**_decode(found.resource), **fields}
+            encoded = _encode(conversation)
+            size = found.size - len(found.resource) + len(encoded)
+            self._change(owner, found, size=size, resource=encoded)
+        return conversation
+
+    def lock(self, owner: bytes, conversation_id: str) -> None:
+        """Let only this process change the items of a conversation. Raises `NotFoundError`, `ConflictError`."""
+        with self._writing():
+            found = self._find_free(owner, conversation_id)
+            self._change(owner, found, slot=self._slot, incarnation=self._incarnation)
+
+    def unlock(self, owner: bytes, conversation_id: str) -> None:
+        """Undo `lock`, if this process has done it."""
+        with self._writing():
+            self._unlock(owner, conversation_id, ())
+
+    def _unlock(self, owner: bytes, conversation_id: str, said: Sequence[Item]) -> None:
+        with contextlib.suppress(NotFoundError):  # it was deleted meanwhile
+            found = self._find(owner, CONVERSATION, conversation_id)
+            if (found.slot, found.incarnation) == (self._slot, self._incarnation):
+                self._extend(owner, found._replace(slot=None, incarnation=None), said)
+
+    def add_items(self, owner: bytes, conversation_id: str, items: Sequence[Item]) -> list[EncodedItem]:
+        """Add items to a conversation; return them.
+
+        Raises:
+            NotFoundError: there is no such conversation. ConflictError: it is locked.
+            RequestError: it has one of the items already.
+        """
+        with self._writing():
+            found = self._find_free(owner, conversation_id)
+            same = self.connection.execute(
+                f"SELECT id FROM items WHERE owner = ? AND id IN ({', '.join('?' * len(items))}) AND response = ?",
+                (owner, *[item["id"] for item in items], found.number),
+            )
+            check_new(items, {item_id for (item_id,) in same}, "items")
+            return self._extend(owner, found, items)
+
+    def delete_item(self, owner: bytes, conversation_id: str, item_id: str) -> dict[str, Any]:
+        """Delete an item of a conversation, which is returned. Raises `NotFoundError`, `ConflictError`."""
+        with self._writing():
+            found = self._find_free(owner, conversation_id)
+            number, item = self._find_item(owner, found.number, item_id)
+            self.connection.execute("DELETE FROM items WHERE number = ?", (number,))
+            self._change(owner, found, size=found.size - len(item))
+        self._fold_log()
+        conversation: dict[str, Any] = _decode(found.resource)
+        return conversation
+
+    def _find_free(self, owner: bytes, conversation_id: str) -> _Found:
+        """Return a conversation that no other process has locked, nor a dead one."""
+        found = self._find(owner, CONVERSATION, conversation_id)
+        if found.slot is not None and self._lives(found.slot, found.incarnation or "", mine=False):
+            raise locked(conversation_id)
+        return found
+
+    def _extend(self, owner: bytes, found: _Found, items: Sequence[Item]) -> list[EncodedItem]:
+        own = _encoded(items)
+        self._insert_items(found.number, owner, own, output=False)
+        self._change(owner, found, size=found.size + _num_bytes(own))
+        return own
+
+    def _change(self, owner: bytes, found: _Found, **fields: Any) -> None:
+        """Replace fields of a conversation's row; it counts as new."""
+        self._discount(owner, 0, 1, found.size)
+        self._settle(owner, found._replace(**fields))
+
+    def delete(self, owner: bytes, name: str) -> None:
+        """Forget a response or conversation, and the log that has it, too."""
         with self._writing():
             row = self.connection.execute(
-                "SELECT number FROM responses WHERE owner = ? AND id = ?", (owner, response_id)
+                "SELECT number FROM responses WHERE owner = ? AND id = ?", (owner, name)
             ).fetchone()
             if row is not None:
                 self._remove(row[0])
+        self._fold_log()
+
+    def _fold_log(self) -> None:
+        """Fold the log into the file, so that it has nothing any more of what was deleted."""
         with contextlib.suppress(sqlite3.Error):  # another process reads just now; the next one that is deleted will do
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -349,7 +546,12 @@ class ResponseDatabase:
             responses, ended, size = self._sums()
 
     def _end_lost(self) -> None:
-        """Note that responses whose processes are gone have failed."""
+        """Note that responses whose processes are gone have failed, and unlock what this one's predecessor locked."""
+        self.connection.execute(
+            "UPDATE responses SET slot = NULL, incarnation = NULL WHERE ended IS NOT NULL AND slot = ? "
+            "AND incarnation != ?",
+            (self._slot, self._incarnation),
+        )
         running = self.connection.execute(
             "SELECT number, owner, id, slot, incarnation FROM responses WHERE ended IS NULL"
         ).fetchall()
@@ -362,7 +564,6 @@ class ResponseDatabase:
                 logger.warning("the stored response %s is damaged and is deleted", response_id)
                 self._remove(number)
             else:
-                assert row is not None
                 self._end(number, failed(row.response, RESTARTED), None)
 
     def _lives(self, slot: int, incarnation: str, *, mine: bool) -> bool:
@@ -374,6 +575,14 @@ class ResponseDatabase:
 
 def _without_output(response: dict[str, Any]) -> bytes:
     return _encode({**response, "output": []})
+
+
+def _encoded(items: Sequence[Item]) -> list[EncodedItem]:
+    return [(item["id"], _encode(item)) for item in items]
+
+
+def _num_bytes(items: Sequence[EncodedItem]) -> int:
+    return sum([len(item) for _, item in items])
 
 
 def failed(response: dict[str, Any], reason: str) -> dict[str, Any]:

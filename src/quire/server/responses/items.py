@@ -9,7 +9,7 @@ import base64
 import binascii
 import secrets
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from quire.checks import Fields, Refused, check_length, missing, wrong_value
@@ -52,23 +52,38 @@ def new_id(prefix: str) -> str:
 
 
 def check_input(body: Fields, find: FindItem) -> list[Item]:
-    """Return the items of a request's `input`.
-
-    Args:
-        find: returns the stored item of an id.
-
-    Raises:
-        RequestError: naming the place. NotFoundError: there is no item of an id.
-    """
+    """Return the items of a request's `input`; arguments and errors as for `check_items`."""
     value = body.get("input")
     if isinstance(value, str):
         content = [{"type": "input_text", "text": value}]
         return [{"id": new_id("msg"), "type": "message", "status": "completed", "role": "user", "content": content}]
-    return [_item(item, find) for item in body.parts("input", "a string or a list of items", most=MAX_ITEMS)]
+    return check_items(body, "input", find, MAX_ITEMS, "a string or a list of items")
+
+
+def check_items(body: Fields, name: str, find: FindItem, most: int, expected: str = "a list of items") -> list[Item]:
+    """Return the items of a field.
+
+    Args:
+        find: returns the stored item of an id. most, expected: as for `Fields.parts`.
+
+    Raises:
+        RequestError: naming the place. NotFoundError: there is no item of an id.
+    """
+    return [_item(item, find) for item in body.parts(name, expected, most=most)]
+
+
+def check_new(items: Sequence[Item], known: Container[str], name: str) -> None:
+    """Raise `RequestError` if one of the items of a field has an id that is in `known`, or that of another one."""
+    seen: set[str] = set()
+    for index, item in enumerate(items):
+        if item["id"] in known or item["id"] in seen:
+            where = f"{name}[{index}].id"
+            raise RequestError(f"{where}: the conversation already has an item {echo(item['id'])}", param=where)
+        seen.add(item["id"])
 
 
 def references(value: Any) -> list[str]:
-    """Return the ids of stored items that an `input`, not yet checked, refers to."""
+    """Return the ids of stored items that items, not yet checked, refer to."""
     given = value[:MAX_ITEMS] if isinstance(value, list) else []
     items = [Fields(item, "input") for item in given if isinstance(item, dict)]
     named = [item.get("id") for item in items if _kind(item) == REFERENCE]

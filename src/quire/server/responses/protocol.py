@@ -1,4 +1,7 @@
-"""The bodies of requests about responses: fields, types, what is refused by name. Values are read in `translate`."""
+"""The bodies of requests about responses and conversations: fields, types, what is refused by name.
+
+Values are read in `translate`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,6 @@ REFUSED: Refused = {
     "max_tokens": (),
     "best_of": (1,),
     "context_management": (),
-    "conversation": (),
     "echo": (False,),
     "logprobs": (False,),
     "max_completion_tokens": (),
@@ -72,12 +74,13 @@ class TextOptions(BodyPart):
     verbosity: Verbosity | None = None
 
 
-class ConversationRequest(RequestModel):
+class InputRequest(RequestModel):
     """Fields of requests that make a response, or count the tokens of its prompt."""
 
     input: SkipValidation[str | list[dict[str, Any]] | None] = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: SkipValidation[str | dict[str, Any] | None] = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     tools: SkipValidation[list[dict[str, Any]] | None] = None
@@ -86,7 +89,7 @@ class ConversationRequest(RequestModel):
     truncation: Literal["auto", "disabled"] = "disabled"
 
 
-class ResponseRequest(ConversationRequest, SamplingRequest):
+class ResponseRequest(InputRequest, SamplingRequest):
     """POST /v1/responses."""
 
     refused: ClassVar[Refused] = REFUSED
@@ -110,9 +113,30 @@ class ResponseRequest(ConversationRequest, SamplingRequest):
     metadata: SkipValidation[dict[str, str] | None] = None
 
 
-class InputTokensRequest(ConversationRequest):
+class InputTokensRequest(InputRequest):
     """POST /v1/responses/input_tokens."""
 
-    refused: ClassVar[Refused] = {"conversation": (), "personality": ()}
+    refused: ClassVar[Refused] = {"personality": ()}
 
     model: str | None = None
+
+
+class CreateConversationRequest(RequestModel):
+    """POST /v1/conversations."""
+
+    items: SkipValidation[list[dict[str, Any]] | None] = None
+    metadata: SkipValidation[dict[str, str] | None] = None
+
+
+class UpdateConversationRequest(RequestModel):
+    """POST /v1/conversations/{conversation_id}. Null metadata is none."""
+
+    not_null: ClassVar[frozenset[str]] = frozenset({"metadata"})
+
+    metadata: SkipValidation[dict[str, str] | None]
+
+
+class CreateItemsRequest(RequestModel):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: SkipValidation[list[dict[str, Any]]]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import missing
-from quire.errors import NotFoundError, RequestError, UnsupportedError, echo
+from quire.errors import ConflictError, NotFoundError, RequestError, UnsupportedError
 from quire.server.chat import ChatCompletion
 from quire.server.context import ModelContext, context_of, model_context
 from quire.server.dialects import rename_warnings, respond
@@ -22,17 +24,19 @@ from quire.server.protocol import ChatCompletionRequest, body_schema
 from quire.server.relay import forward
 from quire.server.responses.conversation import Message, as_messages
 from quire.server.responses.custom_tools import custom_names
+from quire.server.responses.database import RESPONSE, EncodedItem
 from quire.server.responses.events import OutputBuilder, encode_event, obfuscated_event
-from quire.server.responses.items import Item, check_input, new_id, references
-from quire.server.responses.protocol import ConversationRequest, InputTokensRequest, ResponseRequest
+from quire.server.responses.items import Item, check_input, check_new, new_id, references
+from quire.server.responses.protocol import InputRequest, InputTokensRequest, ResponseRequest
 from quire.server.responses.running import ResponseRun, lease, new_response, spawn, start_fitting
-from quire.server.responses.store import RemoteResponse, ResponseStore, StoredResponse
+from quire.server.responses.store import RemoteResponse, ResponseStore, StoredResponse, decode_items
 from quire.server.responses.translate import (
     INCLUDED,
     NAMES,
     SEALED,
     chat_request,
     check_include,
+    conversation_id,
     counted_request,
     without_default_effort,
 )
@@ -44,7 +48,7 @@ FOLLOWED_AT_ONCE = 256  # stored events
 LARGE = 65536  # bytes of a conversation from which on nothing is done to it on the event loop
 PREFIX = "/v1/responses"
 
-M = TypeVar("M", bound=ConversationRequest)
+M = TypeVar("M", bound=InputRequest)
 
 INCLUDE: QuerySchema = {"include": {"type": "array", "items": {"enum": [*INCLUDED]}}}
 RESPONSE_QUERY: QuerySchema = {
@@ -61,38 +65,52 @@ ITEMS_QUERY: QuerySchema = {
 }
 
 
-def _store(request: Request) -> ResponseStore:
+def store_of(request: Request) -> ResponseStore:
+    """Return the store of the server."""
     return context_of(request).responses
 
 
-def _owner(request: Request) -> bytes:
+def owner_of(request: Request) -> bytes:
     """Return the owner of the responses that a request may see: its API key."""
     return request.scope["state"].get("key_digest") or b""
+
+
+def check_keeps(request: Request, name: str, param: str | None = None) -> None:
+    """Raise `UnsupportedError` if the server stores nothing: then it cannot do what has this name."""
+    if not context_of(request).config.server.max_stored_responses:
+        raise UnsupportedError(
+            f"{name} is not supported by this server, which keeps no responses (--max-stored-responses)", param=param
+        )
 
 
 @router.post(PREFIX, openapi_extra=body_schema(ResponseRequest, "text/event-stream"))
 async def create_response(request: Request) -> Response:
     """Answer a conversation; by default the answer is kept."""
     body = await parse_request(request, ResponseRequest)
-    store = _store(request)
-    if body.background and not context_of(request).config.server.max_stored_responses:
-        raise UnsupportedError(
-            "background is not supported by this server, which keeps no responses (--max-stored-responses)",
-            param="background",
-        )
-    earlier, items, messages = await _conversation(request, body)
-    with NAMES.translating():
-        chat_body = await process_body(request, lambda: chat_request(body, messages))
-        context = await model_context(request, body.model)
-        response_id = new_id("resp")
-        chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
-        await start_fitting(chat, truncate=body.truncation == "auto")
-    keeps_events = body.background and body.stream
-    response = new_response(body, chat, response_id)
-    stored = StoredResponse(_owner(request), response, earlier, items, events=keeps_events)
-    builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
-    obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
-    run = ResponseRun(chat, stored, store if body.store else None, builder, obfuscated=obfuscated)
+    store, owner = store_of(request), owner_of(request)
+    if body.background:
+        check_keeps(request, "background", "background")
+    conversation = conversation_id(body)
+    with contextlib.ExitStack() as locked:
+        if conversation is not None:
+            with _about_conversation():
+                await store.lock(owner, conversation)
+            locked.callback(store.unlock, owner, conversation)
+        earlier, items, messages = await _conversation(request, body)
+        with NAMES.translating():
+            chat_body = await process_body(request, lambda: chat_request(body, messages))
+            context = await model_context(request, body.model)
+            response_id = new_id("resp")
+            chat = await process_body(request, lambda: _chat(context, chat_body, response_id))
+            await start_fitting(chat, truncate=body.truncation == "auto")
+        keeps_events = body.background and body.stream
+        response = new_response(body, chat, response_id)
+        stored = StoredResponse(owner, response, earlier, items, events=keeps_events)
+        builder = OutputBuilder(sealed=SEALED in check_include(body.include), custom=custom_names(body.tools))
+        obfuscated = body.stream_options is not None and body.stream_options.include_obfuscation is True
+        kept = body.store or conversation is not None
+        run = ResponseRun(chat, stored, store if kept else None, builder, obfuscated=obfuscated)
+        locked.pop_all()  # the end of the run unlocks it
     if not body.background:
         return await respond(request, run, NAMES, EventStream if body.stream else None)
     try:
@@ -116,28 +134,47 @@ def _chat(context: ModelContext, body: ChatCompletionRequest, response_id: str) 
     return chat
 
 
-async def _conversation(
-    request: Request, body: ConversationRequest
-) -> tuple[Sequence[Item], list[Item], list[Message]]:
+async def _conversation(request: Request, body: InputRequest) -> tuple[Sequence[Item], list[Item], list[Message]]:
     """Return what was said earlier, what is new, and the messages that both are."""
-    store, owner = _store(request), _owner(request)
-    previous = None if body.previous_response_id is None else await store.previous(owner, body.previous_response_id)
-    if previous is None and body.input is None:
+    store, owner = store_of(request), owner_of(request)
+    previous, said = None, b"[]"
+    conversation = conversation_id(body)
+    if body.previous_response_id is not None:
+        previous = await store.previous(owner, body.previous_response_id)
+    elif conversation is not None:
+        with _about_conversation():
+            said = await store.run(lambda database: database.said(owner, conversation))
+    elif body.input is None:
         raise missing("input")
-    if previous is not None and previous.size > LARGE:
+    if (len(said) if previous is None else previous.size) > LARGE:
         request.scope["state"]["large_body"] = True
     # Looked up here, because what follows may be done in a thread.
     found = await store.items(owner, references(body.input))
 
     def read() -> tuple[Sequence[Item], list[Item], list[Message]]:
-        earlier = [] if previous is None else previous.conversation
         items = check_input(body.fields, found.get)
-        return earlier, items, as_messages(body.instructions, earlier, items)
+        if previous is not None:
+            earlier = previous.conversation
+            return earlier, items, as_messages(body.instructions, earlier, items, "previous_response_id")
+        earlier = decode_items(said)
+        if conversation is not None:
+            check_new(items, {item["id"] for item in earlier}, "input")
+        return earlier, items, as_messages(body.instructions, earlier, items, "conversation")
 
     earlier, items, messages = await process_body(request, read)
     if not messages:
         raise RequestError("input must not be empty", param="input", code="empty_array")
     return earlier, items, messages
+
+
+@contextlib.contextmanager
+def _about_conversation() -> Iterator[None]:
+    """Have errors about a conversation name the field of the request."""
+    try:
+        yield
+    except (NotFoundError, ConflictError) as error:
+        name = "conversation"
+        raise type(error)(f"{name}: {error.message}", param=name, code=error.code) from None
 
 
 async def _find(request: Request, response_id: str) -> StoredResponse | Response:
@@ -146,7 +183,7 @@ async def _find(request: Request, response_id: str) -> StoredResponse | Response
     Raises:
         NotFoundError: there is none. StorageError: it cannot be read now. FrontGoneError: the front hangs that runs it.
     """
-    store, owner = _store(request), _owner(request)
+    store, owner = store_of(request), owner_of(request)
     found = await store.find(owner, response_id)
     if isinstance(found, RemoteResponse):
         try:
@@ -212,7 +249,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     stored = await _find(request, response_id)
     if isinstance(stored, Response):
         return stored
-    await _store(request).delete(stored)
+    await store_of(request).delete(stored)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -234,27 +271,25 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 @router.get(PREFIX + "/{response_id}/input_items", openapi_extra=describe_query(ITEMS_QUERY))
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the items of a response's request."""
+    return await list_items(request, RESPONSE, response_id)
+
+
+async def list_items(request: Request, kind: str, name: str) -> Response:
+    """Return a page of the items of a response's request, or of a conversation."""
     query = read_query(request, ITEMS_QUERY)
     check_include(query.get("include"))
-    limit, order = query["limit"], query["order"]
-    stored = await _store(request).find(_owner(request), response_id)
-    items = list(stored.items) if order == "asc" else list(reversed(stored.items))
-    if "after" in query:
-        after = query["after"]
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise NotFoundError(f"after: there is no item {echo(after)}", param="after", code="item_not_found")
-        items = items[places[-1] + 1 :]
-    data = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else "",
-            "last_id": data[-1]["id"] if data else "",
-            "has_more": len(items) > limit,
-        }
+    owner, limit, order, after = owner_of(request), query["limit"], query["order"], query.get("after")
+    items, more = await store_of(request).run(
+        lambda database: database.list_items(owner, kind, name, limit, order, after)
     )
+    return item_list(items, has_more=more)
+
+
+def item_list(items: Sequence[EncodedItem], *, has_more: bool) -> Response:
+    """Return a page of items."""
+    data = [msgspec.Raw(item) for _, item in items]
+    first, last = (items[0][0], items[-1][0]) if items else ("", "")
+    return json_response({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more})
 
 
 @router.post(PREFIX + "/input_tokens", openapi_extra=body_schema(InputTokensRequest))

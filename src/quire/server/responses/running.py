@@ -26,11 +26,12 @@ from quire.server.responses.custom_tools import CUSTOM, shown
 from quire.server.responses.events import OutputBuilder, StreamEvent, encode_event
 from quire.server.responses.protocol import Reasoning, ResponseRequest
 from quire.server.responses.store import ResponseStore, StoredResponse
-from quire.server.responses.translate import NAMES, TOOL_FIELDS
+from quire.server.responses.translate import NAMES, TOOL_FIELDS, conversation_id
 
 logger = logging.getLogger(__name__)
 
 FITTING_SECONDS = 10.0  # after which no other cut of a conversation is tried
+STORED_IN = ("store", "conversation")  # fields that say so
 ANSWER_SHARE = 4  # of a context, one part in so many is left for the answer when a conversation is cut
 
 
@@ -82,8 +83,8 @@ class ResponseRun(DialectAnswer):
     """One running response.
 
     Args:
-        chat: started. stored: holds the same response object. store: None if it is not stored.
-        builder: of its output. obfuscated: as for `encode_event`.
+        chat: started. stored: holds the same response object. store: None if nothing of it is to be stored, nor in a
+            conversation. builder: of its output. obfuscated: as for `encode_event`.
 
     Attributes:
         error: what ended it, if it did not end by itself. added: as `ResponseStore.add` returns it.
@@ -110,7 +111,7 @@ class ResponseRun(DialectAnswer):
         self._ended = False
         stored.abort = self.abort
         stored.output = lambda: self._builder.output
-        self.added = None if store is None else store.add(stored)
+        self.added = store.add(stored) if store is not None and self.response["store"] else None
 
     def abort(self) -> None:
         """End it as cancelled."""
@@ -144,7 +145,7 @@ class ResponseRun(DialectAnswer):
             await self._end_stored(events)
             for event in made:  # whether it is stored has turned out now
                 if "response" in event:
-                    event["response"]["store"] = self.response["store"]
+                    event["response"].update({name: self.response[name] for name in STORED_IN if name in self.response})
         elif self.stored.events is not None:
             self.stored.events += events
             self.stored.notify()
@@ -300,6 +301,8 @@ def new_response(body: ResponseRequest, chat: ChatCompletion, response_id: str) 
     for name in ("user", "safety_identifier", "prompt_cache_key"):  # the schema knows no null in the first
         if getattr(body, name) is not None:
             response[name] = getattr(body, name)
+    if body.conversation is not None:
+        response["conversation"] = {"id": conversation_id(body)}
     return response
 
 

@@ -1,4 +1,4 @@
-"""Stored responses, each for the API key it was made with; bounded in number, bytes and age.
+"""Stored responses and conversations, each for the API key it was made with; bounded in number, bytes and age.
 
 They are rows of a database (`database.py`), in memory or in the folder of `--data-dir`, which a thread reads and
 writes: a disk that is slow, or locked by another process, does not block the event loop. A process holds what it runs
@@ -24,15 +24,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.errors import NotFoundError, RequestError, echo
+from quire.errors import NotFoundError, QuireError, RequestError
 from quire.server.data_dir import FileLock, StorageError, prepare_data_dir, take_slot
-from quire.server.responses.database import ResponseDatabase, Row
+from quire.server.responses.database import ResponseDatabase, Row, locked
 from quire.server.responses.items import Item
 from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+SAID = frozenset({"completed", "incomplete"})  # of these, input and output go into the conversation
 ANSWER_SECONDS = 4.0  # after which nobody waits for the thread any more: the disk, or a lock, keeps it
 UNAVAILABLE = "stored responses cannot be read or written at the moment"
 LOG_SECONDS = 60.0  # between two warnings
@@ -40,7 +41,7 @@ EVENT_END = b"\n\n"
 FAILURES = (sqlite3.Error, OSError, msgspec.MsgspecError)  # of disks and locks, and of what damaged rows hold
 
 T = TypeVar("T")
-_decode_items = msgspec.json.Decoder(list[Item]).decode
+decode_items = msgspec.json.Decoder(list[Item]).decode
 
 
 class StoredResponse:
@@ -91,7 +92,7 @@ class StoredResponse:
     def earlier(self) -> Sequence[Item]:
         """What was said before its own items. That of a stored response is decoded when it is asked for."""
         if isinstance(self._earlier, bytes):
-            self._earlier = _decode_items(self._earlier)
+            self._earlier = decode_items(self._earlier)
         return self._earlier
 
     @property
@@ -137,7 +138,7 @@ class RemoteResponse:
 
 
 class ResponseStore:
-    """All stored responses.
+    """All stored responses and conversations.
 
     Args:
         config: bounds, and the folder, if there is one. clock: seconds since 1970.
@@ -160,13 +161,18 @@ class ResponseStore:
         incarnation = secrets.token_hex(8) if incarnation is None else incarnation
         self._thread = _DatabaseThread(lambda: ResponseDatabase(config, folder, slot, incarnation, clock), lock)
         self._running: dict[tuple[bytes, str], StoredResponse] = {}
+        self._locked: set[tuple[bytes, str]] = set()  # conversations in which this process makes a response
         self._tasks: set[asyncio.Task[None]] = set()
         # It ends with the store, so that what waits in the thread is written, and SQLite's log is folded into its file.
         self.close = weakref.finalize(self, self._thread.close)
 
+    async def run(self, work: Callable[[ResponseDatabase], T]) -> T:
+        """Return what `work` does with the database. Raises as `work`, or `StorageError`."""
+        return await self._thread.run(work)
+
     async def totals(self) -> tuple[int, int]:
-        """Return how many responses are stored, unfinished ones included, and the bytes of the finished ones."""
-        return await self._thread.run(ResponseDatabase.totals)
+        """Return how many are stored, unfinished responses included, and the bytes of all but these."""
+        return await self.run(ResponseDatabase.totals)
 
     def add(self, stored: StoredResponse) -> asyncio.Future[None]:
         """Store a response that has begun; it is not evicted before it has ended.
@@ -200,22 +206,33 @@ class ResponseStore:
     def finish(self, stored: StoredResponse, last: Sequence[bytes] = ()) -> None:
         """Note that a response has ended; from now on it may be evicted. `ended` is set once that is stored.
 
-        What could not be stored says so: its `store` is false.
+        Of one that has not failed, input and output go into its conversation, if it has one, which is unlocked. What
+        could not be stored says so: its `store` is false, and its `conversation` is null.
 
         Args:
             last: its last events; followers get them once they are stored, so that they may go on from it anywhere.
         """
         response = stored.response
         kept = None if stored.events is None else [*stored.events, *last]
+        said = [*stored.items, *response["output"]] if response["status"] in SAID else []
+        in_conversation = response.get("conversation") is not None
+        if in_conversation:
+            self._locked.discard((stored.owner, response["conversation"]["id"]))
 
         def write(database: ResponseDatabase) -> int | None:
             events = None if kept is None else b"".join(kept)
-            return None if stored.number is None else database.finish(stored.number, response, events) or 0
+            if stored.number is None and not in_conversation:
+                return None
+            size = database.finish(stored.owner, stored.number, response, events, said)
+            return None if stored.number is None else size or 0
 
         def end(written: asyncio.Future[int | None]) -> None:
-            size = None if written.exception() else written.result()
+            failed = written.exception() is not None
+            size = None if failed else written.result()
             if size is None:
                 response["store"] = False
+            if failed and in_conversation:
+                response["conversation"] = None
             stored.size = size or 0
             if stored.events is not None:
                 stored.events += last
@@ -235,22 +252,13 @@ class ResponseStore:
         if running is not None:
             return running
 
-        def read(database: ResponseDatabase) -> StoredResponse | RemoteResponse | None:
+        def read(database: ResponseDatabase) -> StoredResponse | RemoteResponse:
             row = database.find(owner, response_id)
-            if row is None:
-                return None
             if row.slot is not None:
                 return RemoteResponse(row.slot, row.response, row.items)
             return StoredResponse.of_row(owner, row)
 
-        found = await self._thread.run(read)
-        if found is None:
-            raise NotFoundError(
-                f"there is no response {echo(response_id)}, or it is not stored any more",
-                param="response_id",
-                code="response_not_found",
-            )
-        return found
+        return await self.run(read)
 
     async def previous(self, owner: bytes, response_id: str) -> StoredResponse:
         """Return a finished response to continue. Raises as `find`, or `RequestError` if it has not finished."""
@@ -267,11 +275,40 @@ class ResponseStore:
         """Return those of these items that any response of this key has. Raises `StorageError`."""
         if not item_ids:
             return {}
-        return await self._thread.run(lambda database: database.find_items(owner, item_ids))
+        return await self.run(lambda database: database.find_items(owner, item_ids))
+
+    async def lock(self, owner: bytes, conversation_id: str) -> None:
+        """Keep a conversation for one response, until `unlock`, or until that has finished.
+
+        Raises:
+            NotFoundError: this key has none of this id. ConflictError: it is locked. StorageError: not now.
+        """
+        self._check_free(owner, conversation_id)
+        self._locked.add((owner, conversation_id))
+        try:
+            await self.run(lambda database: database.lock(owner, conversation_id))
+        except BaseException:
+            self.unlock(owner, conversation_id)  # it may have been done all the same
+            raise
+
+    def unlock(self, owner: bytes, conversation_id: str) -> None:
+        """Undo `lock`. If that fails, only this process can lock it again until this process ends."""
+        self._locked.discard((owner, conversation_id))
+        unlocking = self._thread.submit(lambda database: database.unlock(owner, conversation_id))
+        unlocking.add_done_callback(asyncio.Future.exception)  # it was logged
+
+    async def change_items(self, owner: bytes, conversation_id: str, work: Callable[[ResponseDatabase], T]) -> T:
+        """As `run`, for what changes the items of a conversation. Raises `ConflictError` while it is locked."""
+        self._check_free(owner, conversation_id)
+        return await self.run(work)
+
+    def _check_free(self, owner: bytes, conversation_id: str) -> None:
+        if (owner, conversation_id) in self._locked:
+            raise locked(conversation_id)
 
     async def delete(self, stored: StoredResponse) -> None:
         """Forget a response; one on its way is aborted. Raises `StorageError`."""
-        await self._thread.run(lambda database: database.delete(stored.owner, stored.response_id))
+        await self.run(lambda database: database.delete(stored.owner, stored.response_id))
         self._running.pop((stored.owner, stored.response_id), None)
         if not stored.finished:
             stored.abort()
@@ -328,6 +365,8 @@ class _DatabaseThread:
                 return  # it was given up
             try:
                 value = begun(self._open())
+            except QuireError as error:
+                report(result.set_exception, error)
             except FAILURES as error:
                 self._warn(error)
                 report(result.set_exception, StorageError(UNAVAILABLE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from quire.checks import INT64_MAX, Fields, Refused, check_int, check_string, list_items, wrong_value
+from quire.checks import INT64_MAX, Fields, Refused, check_int, check_string, list_items, wrong_type, wrong_value
 from quire.errors import RequestError, UnsupportedError, echo
 from quire.frontend.front_model import FrontModel
 from quire.server.field_names import FieldNames
@@ -18,7 +18,7 @@ from quire.server.responses.protocol import (
     MAX_PAIR_KEY,
     MAX_PAIR_VALUE,
     MAX_PAIRS,
-    ConversationRequest,
+    InputRequest,
     ResponseRequest,
 )
 
@@ -74,12 +74,12 @@ def chat_request(body: ResponseRequest, messages: Sequence[Message]) -> ChatComp
         raise RequestError(
             "background needs store to be true: it is the only way to retrieve the response", param="background"
         )
-    _check_metadata(body.metadata)
+    check_metadata(body.metadata)
     fields |= {"model": body.model, "messages": [*messages]}
     return validate(ChatCompletionRequest, fields, ignore_unknown=body.ignore_unknown)
 
 
-def counted_request(body: ConversationRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+def counted_request(body: InputRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
     """Return the chat completion that has the prompt to count."""
     fields = {"parallel_tool_calls": body.parallel_tool_calls, **_conversation_fields(body)}
     fields |= {"model": "", "messages": [*messages]}
@@ -93,7 +93,7 @@ def without_default_effort(chat: ChatCompletionRequest, front: FrontModel) -> Ch
     return chat if front.template().reads("reasoning_effort") else chat.model_copy(update={"reasoning_effort": None})
 
 
-def _conversation_fields(body: ConversationRequest) -> dict[str, Any]:
+def _conversation_fields(body: InputRequest) -> dict[str, Any]:
     """Return effort, tools, which of them to call, and the form of the text."""
     fields: dict[str, Any] = {}
     if body.reasoning is not None:
@@ -131,7 +131,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool.get(name) for name in TOOL_FIELDS if name != "type"}}
 
 
-def _tool_choice(body: ConversationRequest, custom: Collection[str]) -> Any:
+def _tool_choice(body: InputRequest, custom: Collection[str]) -> Any:
     if not isinstance(body.tool_choice, Mapping):
         return body.tool_choice
     choice = body.fields.object("tool_choice")
@@ -185,7 +185,21 @@ def _alternatives(body: ResponseRequest) -> int | None:
     return count if shown else None
 
 
-def _check_metadata(given: Any) -> None:
+def conversation_id(body: InputRequest) -> str | None:
+    """Return the id of the conversation that a request belongs to. Raises `RequestError`."""
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        raise RequestError("give conversation or previous_response_id, not both", param="conversation")
+    if isinstance(body.conversation, str):
+        return body.conversation
+    if not isinstance(body.conversation, Mapping):
+        raise wrong_type("conversation", "a string or an object", body.conversation)
+    return body.fields.object("conversation", ("id",)).string("id")
+
+
+def check_metadata(given: Any) -> None:
+    """Raise `RequestError` for metadata of other types, or too much of it."""
     if given is None:
         return
     metadata = Fields(given, "metadata")
