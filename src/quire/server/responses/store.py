@@ -37,6 +37,7 @@ SAID = frozenset({"completed", "incomplete"})  # of these, input and output go i
 ANSWER_SECONDS = 4.0  # after which nobody waits for the thread any more: the disk, or a lock, keeps it
 UNAVAILABLE = "stored responses cannot be read or written at the moment"
 LOG_SECONDS = 60.0  # between two warnings
+UNLOCK_SECONDS = 1.0  # until a conversation that could not be unlocked is tried again
 EVENT_END = b"\n\n"
 FAILURES = (sqlite3.Error, OSError, msgspec.MsgspecError)  # of disks and locks, and of what damaged rows hold
 
@@ -232,6 +233,7 @@ class ResponseStore:
             if size is None:
                 response["store"] = False
             if failed and in_conversation:
+                self._unlock_later(stored.owner, response["conversation"]["id"])
                 response["conversation"] = None
             stored.size = size or 0
             if stored.events is not None:
@@ -292,10 +294,23 @@ class ResponseStore:
             raise
 
     def unlock(self, owner: bytes, conversation_id: str) -> None:
-        """Undo `lock`. If that fails, only this process can lock it again until this process ends."""
+        """Undo `lock`."""
         self._locked.discard((owner, conversation_id))
-        unlocking = self._thread.submit(lambda database: database.unlock(owner, conversation_id))
-        unlocking.add_done_callback(asyncio.Future.exception)  # it was logged
+
+        def end(unlocked: asyncio.Future[None]) -> None:
+            if unlocked.exception() is not None:
+                self._unlock_later(owner, conversation_id)
+
+        self._thread.submit(lambda database: database.unlock(owner, conversation_id)).add_done_callback(end)
+
+    def _unlock_later(self, owner: bytes, conversation_id: str) -> None:
+        """Undo `lock` where that has failed: to this process it is unlocked, but not to others."""
+
+        def try_again() -> None:
+            if (owner, conversation_id) not in self._locked:
+                self.unlock(owner, conversation_id)
+
+        asyncio.get_running_loop().call_later(UNLOCK_SECONDS, try_again)
 
     async def change_items(self, owner: bytes, conversation_id: str, work: Callable[[ResponseDatabase], T]) -> T:
         """As `run`, for what changes the items of a conversation. Raises `ConflictError` while it is locked."""
