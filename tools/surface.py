@@ -64,6 +64,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, "messages": CHAT, "max_tokens": 1},
     "/v1/responses": {"model": MODEL, "input": "Say hello.", "max_output_tokens": 1},
     "/v1/responses/input_tokens": {"model": MODEL, "input": "Say hello."},
+    "/v1/conversations": {},
+    "/v1/conversations/{conversation_id}": {"metadata": {}},
+    "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "Say hello."}]},
     "/v1/messages": {"model": MODEL, "messages": CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": CHAT},
     "/api/chat": {"model": MODEL, "messages": CHAT, "stream": False, "options": {"num_predict": 1}},
@@ -121,6 +124,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "response stream": ("/v1/responses", {"max_output_tokens": 4, "stream": True}),
     "response in the background": ("/v1/responses", {"max_output_tokens": 4, "background": True}),
     "input tokens": ("/v1/responses/input_tokens", {}),
+    "conversation": ("/v1/conversations", {"metadata": {"a": "b"}, "items": CHAT}),
     "message": ("/v1/messages", {"max_tokens": 4}),
     "message stream": ("/v1/messages", {"max_tokens": 4, "stream": True}),
     "message tokens": ("/v1/messages/count_tokens", {}),
@@ -144,6 +148,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 UNLISTED = """
     /api/pull /api/push /api/create /api/copy /api/delete /v1/responses/compact /metrics / /playground/main.js
     /playground/state /ping /health /v1/responses/a /v1/responses/a/cancel /v1/responses/a/input_items /v1/models/a/load
+    /v1/conversations/a /v1/conversations/a/items /v1/conversations/a/items/b
     /unheard/of
 """
 PLUGIN = """
@@ -377,6 +382,8 @@ def describe_server(server: Server) -> dict[str, Any]:
         answers[name] = describe_answer(status, headers, data)
         if path == "/v1/responses" and headers.get("content-type") == "application/json":
             last_id = json.loads(data)["id"]
+        if name == "conversation":
+            conversation_id = json.loads(data)["id"]
         if name == "chat":
             chat_id = json.loads(data)["id"]
     for path in [
@@ -384,8 +391,10 @@ def describe_server(server: Server) -> dict[str, Any]:
         f"/requests/{chat_id}",
         f"/v1/responses/{last_id}",
         f"/v1/responses/{last_id}/input_items",
+        f"/v1/conversations/{conversation_id}",
+        f"/v1/conversations/{conversation_id}/items",
     ]:
-        shown = path.replace(chat_id, "ID").replace(last_id, "ID")
+        shown = path.replace(chat_id, "ID").replace(last_id, "ID").replace(conversation_id, "ID")
         answers[f"GET {shown}"] = describe_answer(*server.ask("GET", path))
     answers["GET /openapi.json"]["body"] = sorted(description)
     answers["DELETE response"] = describe_answer(*server.ask("DELETE", f"/v1/responses/{last_id}"))

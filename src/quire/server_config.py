@@ -141,25 +141,32 @@ class ServerConfig:
         metavar="SECONDS",
     )
 
-    # Responses that are kept for later (POST /v1/responses).
+    # Responses and conversations that are kept for later (POST /v1/responses, /v1/conversations).
     data_dir: str | None = option(
         None,
-        "Folder on a local disk for what must survive restarts, which are stored responses; created if there is none. "
-        "Default: they are kept in memory.",
+        "Folder on a local disk for what must survive restarts, which are stored responses and conversations; created "
+        "if there is none. Default: they are kept in memory.",
         metavar="DIR",
     )
     max_stored_responses: int = option(
-        1000, "Maximum number of stored responses; the oldest are dropped first. 0: none.", low=0, high=2**20
+        1000,
+        "Maximum number of stored responses and conversations; the oldest are dropped first. 0: none.",
+        low=0,
+        high=2**20,
     )
     max_stored_response_bytes: int = option(
         64 * 2**20,
-        "Maximum memory, or space in --data-dir, for stored responses, such as 64MiB.",
+        "Maximum memory, or space in --data-dir, for stored responses and conversations, such as 64MiB.",
         low=0,
         size=True,
         metavar="SIZE",
     )
     stored_response_ttl: float = option(
-        86400.0, "Seconds for which a response is stored after its end.", low=1.0, high=2592000.0, metavar="SECONDS"
+        86400.0,
+        "Seconds for which a response is stored after its end, a conversation after its last change.",
+        low=1.0,
+        high=2592000.0,
+        metavar="SECONDS",
     )
 
     # Several models in one server.

@@ -115,6 +115,19 @@ def test_what_one_front_has_made_is_continued_at_another(clients: tuple[httpx.Cl
     assert more.json()["usage"]["input_tokens"] > made["usage"]["input_tokens"]
 
 
+def test_a_conversation_is_the_same_at_every_front(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    conversation = one.post("/v1/conversations", json={}).json()["id"]
+    running = begin(one, conversation=conversation)
+    body = {"model": "quire-demo", "input": "More", "max_output_tokens": 8, "conversation": conversation}
+    answer = two.post(PATH, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conversation_locked")
+    assert two.post(f"{PATH}/{running}/cancel").status_code == 200
+    assert two.post(PATH, json=body).status_code == 200
+    items = one.get(f"/v1/conversations/{conversation}/items", params={"order": "asc"}).json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant"]
+
+
 def test_other_keys_see_nothing(clients: tuple[httpx.Client, httpx.Client]) -> None:
     one, two = clients
     found = begin(one)

@@ -1,7 +1,7 @@
 """The folder of `--data-dir`: what must outlive the process, and who of several server processes uses it.
 
     process-N.lock      held (flock) by the server process in slot N as long as it lives
-    responses.sqlite3   stored responses (`responses/database.py`), with a lock of its own
+    responses.sqlite3   stored responses and conversations (`responses/database.py`), with a lock of its own
     server.lock         of a temporary folder only: held by the server that made it
 
 The kernel lets go of a lock with the process that holds it, however that ends. So everybody can tell whether the
