@@ -13,7 +13,7 @@ from quire.server.anthropic.translate import MessagesRequest
 from quire.server.ollama.translate import LIMITS, REFUSED_OPTIONS, SAMPLING, ChatRequest, GenerateRequest, ShowRequest
 from quire.server.pooling import ClassifyRequest, EmbeddingRequest, PoolRequest, RerankRequest, ScoreRequest
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
-from quire.server.responses.protocol import InputTokensRequest, ResponseRequest
+from quire.server.responses.protocol import CreateConversationRequest, InputTokensRequest, ResponseRequest
 from tests.helpers.live_server import LiveServer
 from tests.server.checks import CHAT, COMPLETIONS, HI, check_refused, post
 
@@ -68,6 +68,7 @@ ROUTES = [
         {"previous_response_id": {"response_id"}, "store": {"background"}},
     ),
     Route(f"{RESPONSES}/input_tokens", InputTokensRequest, {"input": "a"}, ResponseRequest),
+    Route("/v1/conversations", CreateConversationRequest, {}),
     Route(
         MESSAGES,
         MessagesRequest,

@@ -77,7 +77,6 @@ def test_an_answer(server: LiveServer) -> None:
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
-                "prompt_logprobs": None,
             }
         ],
         "usage": {

@@ -104,10 +104,12 @@ class Completion(Generation):
         """As `Generation.choices`."""
         choices = []
         for index, output in enumerate(outputs):
-            shown = prompt_logprobs(output.prompt_logprobs) if self.body.prompt_logprobs is not None else None
+            shown: dict[str, Any] = {}
+            if self.body.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
             for completion in output.outputs:
                 choice = _Choice(index * self.n + completion.index, index, output.prompt_logprobs)
-                choices.append({**choice.part(self, completion), "prompt_logprobs": shown})
+                choices.append({**choice.part(self, completion), **shown})
         return {"choices": choices}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[Chunk]:

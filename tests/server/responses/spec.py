@@ -1,4 +1,4 @@
-"""The official schemas of responses and stream events, where the specification is at hand."""
+"""OpenAI's official schemas of answers and stream events, where the specification is at hand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ needs_spec = pytest.mark.skipif(not SPEC.exists(), reason="the official specific
 
 @cache
 def schemas() -> dict[str, Any]:
-    """Return all schemas by name."""
+    """Return all schemas by name, as JSON schemas are written."""
     with gzip.open(SPEC, "rt") as file:
-        found: dict[str, Any] = json.load(file)["components"]["schemas"]
+        found: dict[str, Any] = _modern(json.load(file)["components"]["schemas"])
     return found
+
+
+def _modern(schema: Any) -> Any:
+    """Return a schema with `nullable`, a keyword of OpenAPI's alone, written out."""
+    if isinstance(schema, list):
+        return [_modern(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: _modern(item) for name, item in schema.items() if name != "nullable"}
+    return {"anyOf": [parts, {"type": "null"}]} if schema.get("nullable") is True else parts
 
 
 @cache

@@ -36,7 +36,7 @@ from tests.server.responses.test_response_database import limit_pages
 
 PATH = "/v1/conversations"
 HELD = "SELECT COUNT(*) FROM responses WHERE slot IS NOT NULL"
-HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
+HELLO: Any = {"role": "user", "content": "hello"}
 # One item of each type that this server knows.
 ITEMS: list[Any] = [
     HELLO,
@@ -411,8 +411,8 @@ def test_on_a_full_disk_a_response_says_that_it_was_not_added(tmp_path: Path) ->
     server = LiveServer(data_dir=str(tmp_path / "data"), llm={"reply_text": "hello world", "max_model_len": 100_000})
     with client_of(server) as client:
         made = client.conversations.create(items=[HELLO]).id
-        for fields in ({"store": True}, {"store": False}):
-            response = ask(server, conversation=made, input="a" * 50, **fields)
+        for store in (True, False):
+            response = ask(server, conversation=made, input="a" * 50, store=store)
             assert response["conversation"] == {"id": made}
         before = texts(client, made)
         server.do(server.fake_client.hold)
