@@ -68,7 +68,7 @@ ROUTES = [
         {"previous_response_id": {"response_id"}, "store": {"background"}},
     ),
     Route(f"{RESPONSES}/input_tokens", InputTokensRequest, {"input": "a"}, ResponseRequest),
-    Route("/v1/conversations", CreateConversationRequest, {}),
+    Route("/v1/conversations", CreateConversationRequest, {"model": None}),
     Route(
         MESSAGES,
         MessagesRequest,
