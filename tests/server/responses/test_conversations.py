@@ -378,6 +378,7 @@ def test_a_conversation_that_is_deleted_meanwhile_is_not_added_to(held: LiveServ
         made = client.conversations.create(items=[HELLO]).id
         response = ask(held, conversation=made, background=True)["id"]
         client.conversations.delete(made)
+        check_error(refused(held, conversation=made), 404, "conversation_not_found", "conversation")
         resume(held)
         ended = client.responses.retrieve(response)
         assert (ended.status, ended.output_text) == ("completed", "hello world")

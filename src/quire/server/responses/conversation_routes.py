@@ -13,7 +13,7 @@ from quire.checks import Fields
 from quire.server.json_io import JSON, json_response
 from quire.server.parsing import describe_query, parse_request, process_body, read_query
 from quire.server.protocol import body_schema
-from quire.server.responses.database import CONVERSATION, ID_PREFIXES, ResponseDatabase
+from quire.server.responses.database import CONVERSATION, ID_PREFIXES
 from quire.server.responses.items import Item, check_items, check_new, new_id, references
 from quire.server.responses.protocol import (
     CreateConversationRequest,
@@ -92,13 +92,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
     """Delete a conversation and its items; a response that is being made in it goes on, and is not added to it."""
     read_query(request, {})
-    owner = owner_of(request)
-
-    def delete(database: ResponseDatabase) -> None:
-        database.conversation(owner, conversation_id)  # it is one
-        database.delete(owner, conversation_id)
-
-    await store_of(request).run(delete)
+    await store_of(request).delete_conversation(owner_of(request), conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 

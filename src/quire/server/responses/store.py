@@ -317,6 +317,16 @@ class ResponseStore:
         self._check_free(owner, conversation_id)
         return await self.run(work)
 
+    async def delete_conversation(self, owner: bytes, conversation_id: str) -> None:
+        """Forget a conversation, locked or not. Raises `NotFoundError`, `StorageError`."""
+
+        def delete(database: ResponseDatabase) -> None:
+            database.conversation(owner, conversation_id)  # it is one
+            database.delete(owner, conversation_id)
+
+        await self.run(delete)
+        self._locked.discard((owner, conversation_id))
+
     def _check_free(self, owner: bytes, conversation_id: str) -> None:
         if (owner, conversation_id) in self._locked:
             raise locked(conversation_id)
