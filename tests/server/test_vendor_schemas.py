@@ -25,6 +25,8 @@ from tests.helpers.server import Server
 from tests.server.responses.asking import LEAVE_CALL, LOOK_CALL, THOUGHT, says
 from tests.server.responses.spec import SPEC, event_schemas, validator
 
+pytestmark = pytest.mark.slow  # the types of the clients take many seconds to import
+
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, OLLAMA_CHAT, GENERATE = "/v1/messages", "/api/chat", "/api/generate"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
