@@ -18,7 +18,7 @@ import pytest
 from quire import LLM, AsyncLLM
 from quire.errors import ConfigError, GenerationError, RequestError, UnsupportedError
 from quire.outputs import FlatLogprobs, RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from tests.helpers.engine_driver import EngineDriver, Request, alone, mingle
 
 PROMPT = "KING RICHARD:\nGood morrow to my lord. Good morrow to my"
@@ -215,8 +215,24 @@ def check_truncate_prompt_tokens(rig: Rig) -> None:
     assert rig.run(truncate_prompt_tokens=4).prompt_token_ids == rig.prompt_ids[-4:]
 
 
-def check_structured_outputs(rig: Rig) -> None:
-    assert text(rig.run(structured_outputs={"choice": ["yes", "no"]})) in ("yes", "no")
+def check_form(name: str) -> Callable[[Rig], None]:
+    def check(rig: Rig) -> None:
+        assert text(rig.run(**{name: {"choice": ["yes", "no"]}})) in ("yes", "no")
+
+    return check
+
+
+def check_beams(**fields: Any) -> Callable[[Rig], None]:
+    """The best of the beams that a search of its own finds; all of them count."""
+
+    def check(rig: Rig) -> None:
+        output = rig.run(n=2, best_of=4, use_beam_search=True, **fields)
+        search = BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS, **fields)
+        [found] = rig.llm.beam_search([PROMPT], search)
+        assert [PROMPT + item.text for item in output.outputs] == [beam.text for beam in found.sequences[:2]]
+        assert output.num_generated_tokens > sum(len(item.token_ids) for item in output.outputs)
+
+    return check
 
 
 def check_detokenize(rig: Rig) -> None:
@@ -297,7 +313,11 @@ CHECKS: dict[str, Callable[[Rig], None]] = {
     "logit_bias": check_logit_bias,
     "allowed_token_ids": check_allowed_token_ids,
     "truncate_prompt_tokens": check_truncate_prompt_tokens,
-    "structured_outputs": check_structured_outputs,
+    "structured_outputs": check_form("structured_outputs"),
+    "guided_decoding": check_form("guided_decoding"),
+    "use_beam_search": check_beams(),
+    "length_penalty": check_beams(length_penalty=3.0),
+    "early_stopping": check_beams(early_stopping=True),
     "detokenize": check_detokenize,
     "skip_special_tokens": check_special_tokens(),
     "include_stop_str_in_output": check_include_stop,

@@ -217,7 +217,7 @@ def test_sampling_options_arrive(served: LiveServer) -> None:
 
 def test_no_sampling_option_is_unknown() -> None:
     """Every field of `SamplingParams` is one of requests, or refused by name."""
-    elsewhere = {"structured_outputs", "logprobs", "output_kind", "extra_args", "skip_clone"}
+    elsewhere = {"structured_outputs", "guided_decoding", "logprobs", "output_kind", "extra_args", "skip_clone"}
     fields = set(SamplingParams.__struct_fields__) - elsewhere
     assert fields <= set(SHARED_FIELDS) | set(REFUSED_EVERYWHERE)
     assert set(REFUSED_EVERYWHERE).isdisjoint(CompletionRequest.model_fields)
