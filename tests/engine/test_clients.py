@@ -309,6 +309,7 @@ def test_clients_that_talk_nonsense_are_refused_while_others_are_served(
     assert not touched.exists()
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_disconnected_and_the_others_are_served(engine: EngineProcess) -> None:
     async def scenario() -> None:
         async with connected(engine) as good:

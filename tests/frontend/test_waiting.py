@@ -76,6 +76,7 @@ def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_templates_of_requests_delay_no_grammar_and_no_template_of_the_model() -> None:
     async def check() -> None:
         llm, _ = fake_async_llm()

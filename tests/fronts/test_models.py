@@ -82,7 +82,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(tmp_path_factory.mktemp("adapter"), factored, lora_alpha=1)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def count(request: pytest.FixtureRequest) -> int:
     """How many fronts there are."""
     return int(request.param)

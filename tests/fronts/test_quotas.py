@@ -217,6 +217,7 @@ def ask_many(client: httpx.Client, key: str, count: int) -> list[int]:
     return [answer.status_code for answer in answers if answer.status_code == 200]
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_does_not_answer_ends_no_request_but_those_with_limits(
     server: Server, clients: tuple[httpx.Client, httpx.Client]
 ) -> None:

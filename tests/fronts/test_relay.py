@@ -238,6 +238,7 @@ def folder_of(server: Server) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_with_tls_and_a_prefix_and_until_the_server_stops(tmp_path: Path) -> None:
     cert, key = certify(tmp_path / "tls", "localhost")
     options = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--root-path", "/llm")

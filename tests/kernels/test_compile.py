@@ -121,6 +121,7 @@ def test_two_processes_may_compile_at_once_and_later_ones_load(tmp_path: Path) -
     assert answer(start(SHIFT, tmp_path)) == "True True [2, 0]"
 
 
+@pytest.mark.slow
 def test_ops_of_one_body_that_two_processes_have_compiled_stay_apart(tmp_path: Path) -> None:
     (tmp_path / "twins.py").write_text(TWINS)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import twins; print([*map(twins.run, sys.argv[1:])])"

@@ -37,7 +37,8 @@ def folder() -> Path:
     return Path(found.submodule_search_locations[0]) / "model"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_vectors_are_those_of_the_makers_library(folder: Path, device: str) -> None:
     oracle = load_oracle(folder, "BertModel")
     with LLM(str(folder), device=device) as llm:

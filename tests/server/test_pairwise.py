@@ -128,6 +128,7 @@ def test_every_pair_is_there() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_reasons(thinking: Server) -> None:
     check_cases(thinking)
 

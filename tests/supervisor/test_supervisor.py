@@ -162,6 +162,7 @@ def test_a_first_front_that_cannot_start_ends_the_server_with_its_reason(start: 
     assert server.errors[-1] == "error: there is no certificate\n"
 
 
+@pytest.mark.slow
 def test_a_later_front_that_cannot_start_is_tried_again(start: Callable[..., Supervised]) -> None:
     server = start("serve refuse refuse serve refuse")
     server.line()
@@ -171,6 +172,7 @@ def test_a_later_front_that_cannot_start_is_tried_again(start: Callable[..., Sup
     assert "there is no certificate" in server.errors[-1]
 
 
+@pytest.mark.slow
 def test_a_front_that_dies_at_every_start_does_not_end_others(start: Callable[..., Supervised]) -> None:
     server = start("serve die", api_server_count=2)
     server.line()
@@ -178,6 +180,7 @@ def test_a_front_that_dies_at_every_start_does_not_end_others(start: Callable[..
     assert server.get()[0] == 200 and server.process.poll() is None
 
 
+@pytest.mark.slow
 def test_starts_that_failed_are_forgotten_with_one_that_did_not(start: Callable[..., Supervised]) -> None:
     server = start("die die serve die die serve")
     server.line()
@@ -254,6 +257,7 @@ def test_a_burst_of_connections_is_no_stall(start: Callable[..., Supervised]) ->
         assert {read(connection)[0] for connection in connections} == {200}
 
 
+@pytest.mark.slow
 def test_more_connections_than_files_end_nothing(start: Callable[..., Supervised]) -> None:
     server = start("freeze serve", num_files=128, max_connections=1000, front_stall_timeout=2.0)
     server.line()
@@ -280,6 +284,7 @@ def test_clients_that_send_nothing_or_go_away_do_not_disturb(start: Callable[...
         connection.close()
 
 
+@pytest.mark.slow
 def test_one_connection_too_many_is_said_to_be_so(start: Callable[..., Supervised]) -> None:
     server = start("freeze serve", max_connections=2, max_connections_per_address=100, front_stall_timeout=2.0)
     server.line()
