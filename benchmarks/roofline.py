@@ -28,7 +28,7 @@ from quire.kernels.cpu import simd
 from quire.kernels.cpu.backend import CPUBackend
 from quire.kernels.cpu.jit import op
 from quire.kernels.cpu.pointers import bf16_ptr, f16_ptr, f32_ptr, i32_ptr, u32_ptr
-from quire.kernels.cpu.threads import Launcher
+from quire.kernels.cpu.threads import Launcher, measure_bandwidth
 
 MIB = 2**20
 octets_many = simd.int8_tiles[simd.HAS_VNNI][0]
@@ -74,18 +74,6 @@ class Limits:
 
 
 @op
-def read(args, first, last, scratch):
-    """Add up pieces of 64 KiB of memory. args: memory, out."""
-    memory, out = f32_ptr(args[0]), f32_ptr(args[1])
-    sums = (simd.splat(np.float32(0)), simd.splat(np.float32(0)), simd.splat(np.float32(0)), simd.splat(np.float32(0)))
-    a, b, c, d = sums
-    for i in range(first * 16384, last * 16384, 64):
-        a, b = simd.add(a, simd.load(memory, i)), simd.add(b, simd.load(memory, i + 16))
-        c, d = simd.add(c, simd.load(memory, i + 32)), simd.add(d, simd.load(memory, i + 48))
-    simd.store(out, first * 16, simd.add(simd.add(a, b), simd.add(c, d)))
-
-
-@op
 def multiply_floats(args, first, last, scratch):
     """Tiles of 8 x 32 over a K of 128, all in the cache. args: w, x, out."""
     w, x, out = f32_ptr(args[0]), f32_ptr(args[1]), f32_ptr(args[2])
@@ -123,10 +111,7 @@ def best(call: Callable[[], object], repeat: int = 9) -> float:
 
 def measure_limits(launcher: Launcher) -> Limits:
     """Measure bandwidth and peaks."""
-    memory, out = np.ones(256 * MIB, np.float32), np.zeros(1 << 17, np.float32)
-    pieces = memory.size // 16384
-    seconds = best(lambda: launcher.emit(read, memory, out, items=pieces, work=memory.size, grain=16))
-    bandwidth = memory.nbytes / seconds
+    bandwidth = measure_bandwidth(launcher)
     w, x = np.ones(1 << 16, np.float32), np.ones(1 << 16, np.float32)
     out = np.zeros(1 << 20, np.float32)
     items = 4096

@@ -1,8 +1,7 @@
-"""Where the time of one step goes: its program as a whole, then each of its instructions by itself, by op.
+"""Where the time of one step goes: the step as a whole, then its instructions by op, as the profiler traces them.
 
-A step is sequences x tokens x context, such as 16x1x192 for decoding and 1x1024x1024 for a prompt. Alone, an
-instruction also pays for being started from Python, some 6 us, which it does not in the program: the last line gives
-what groups of instructions take when run one after the other.
+A step is sequences x tokens x context, such as 16x1x192 for decoding and 1x1024x1024 for a prompt. The time of an op
+is the mean of its threads, which wait for each other beside that; reading the clock is in it.
 
     python benchmarks/step_profile.py --model FOLDER [--quantization int8] [--steps 1x1x192,16x1x192,1x1024x1024]
 """
@@ -10,28 +9,24 @@ what groups of instructions take when run one after the other.
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 from common import print_header, print_table
 
 from quire.checkpoint.hf_config import load_model_info
-from quire.kernels import cpu as kernels
 from quire.kernels.backend import LayerCache
-from quire.kernels.cpu import team
 from quire.kernels.cpu.backend import CPUBackend
-from quire.kernels.cpu.jit import Op
-from quire.kernels.cpu.threads import Program
 from quire.models.loader import load_model
 from quire.worker.graphs import StepGraphs
 from quire.worker.input_batch import StepInputs
 
 BLOCKS, BLOCK_SIZE = 4096, 16
-GROUPS = {"products": "linear", "attention": "attend"}
 
 
 def main() -> None:
@@ -43,7 +38,8 @@ def main() -> None:
     args = parser.parse_args()
     print_header(f"One step of {args.model.name}, {args.quantization or 'bfloat16'}")
     backend = CPUBackend("bfloat16", "bfloat16", quantization=args.quantization)
-    model = load_model(load_model_info(args.model), backend, max_model_len=2048)
+    longest = max(int(step.split("x")[2]) for step in args.steps.split(","))
+    model = load_model(load_model_info(args.model), backend, max_model_len=longest)
     layers = model.kv_cache_spec().layers
     caches = [backend.new_kv_cache(BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size) for layer in layers]
     for cache in caches:  # memory that was never written would be read from one page of zeros
@@ -51,22 +47,10 @@ def main() -> None:
         cache.values[:] = 0
     layer_caches = [LayerCache(cache) for cache in caches]
     graphs = StepGraphs(model, backend, layer_caches, max_tokens=4096, max_num_seqs=64, max_blocks=256)
-    programs: list[Program] = []
-    remember(programs)
     for step in args.steps.split(","):
-        graphs.run(layout(*(int(part) for part in step.split("x"))))
-        profile(step, programs[-1])
-
-
-def remember(programs: list[Program]) -> None:
-    """Note every program that is recorded from now on."""
-    make = Program.__init__
-
-    def noting(self: Program, *args: object) -> None:
-        make(self, *args)  # type: ignore[arg-type]
-        programs.append(self)
-
-    Program.__init__ = noting  # type: ignore[method-assign]
+        inputs = layout(*(int(part) for part in step.split("x")))
+        graphs.run(inputs)  # is recorded
+        profile(step, backend, lambda inputs=inputs: graphs.run(inputs))
 
 
 def layout(sequences: int, tokens: int, context: int) -> StepInputs:
@@ -90,44 +74,51 @@ def layout(sequences: int, tokens: int, context: int) -> StepInputs:
     )
 
 
-def profile(step: str, program: Program, repeat: int = 7) -> None:
-    """Time a program and its instructions."""
-    modules = [
-        importlib.import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)
+class OpTimes:
+    """A trace of which only sums are kept: events and seconds by op, over all threads."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+
+    def name_thread(self, thread: int, name: str) -> None:
+        """Do nothing."""
+
+    def add(self, name: str, begin: int, end: int, *, thread: int = 0, **args: Any) -> None:
+        """Add an event."""
+        sums = self.sums[name]
+        sums[0] += 1
+        sums[1] += (end - begin) / 1e9
+        sums[2] += args["share_of_bandwidth"]
+
+
+def profile(step: str, backend: CPUBackend, run: Callable[[], object], repeat: int = 7) -> None:
+    """Time a step, and trace it."""
+    seconds = median([clock(run) for _ in range(repeat)])
+    times = OpTimes()
+    backend.start_profile(times)
+    for _ in range(repeat):
+        run()
+    backend.stop_profile(Path())
+    print(f"{step}: {seconds * 1e3:.2f} ms\n")
+    ordered = sorted(times.sums.items(), key=lambda item: -item[1][1])
+    cells = [
+        [
+            name,
+            f"{count / repeat:.0f}",
+            f"{total / repeat / backend.num_threads * 1e3:.2f}",
+            f"{total / count * 1e6:.1f}",
+            f"{share / count:.0%}",
+        ]
+        for name, (count, total, share) in ordered
     ]
-    ops = [value for module in modules for value in vars(module).values() if isinstance(value, Op) and value.is_loaded]
-    names = {op.address: op.name for op in ops}
-    rows = program.rows
-    called = [names[int(row[team.OP])] for row in rows]
-
-    def seconds(chosen: np.ndarray, times: int) -> float:
-        part = Program(np.ascontiguousarray(rows[chosen]), [], program._runner)
-        return float(np.median([clock(part) for _ in range(times)]))
-
-    table: dict[str, list[float]] = defaultdict(list)
-    for index, name in enumerate(called):
-        table[name].append(seconds(np.array([index]), 3))
-    print(f"{step}: {clock_many(program, repeat) * 1e3:.2f} ms, {len(rows)} instructions\n")
-    ordered = sorted(table.items(), key=lambda item: -sum(item[1]))
-    cells = [[name, f"{len(t)}", f"{sum(t) * 1e3:.2f}", f"{sum(t) / len(t) * 1e6:.1f}"] for name, t in ordered]
-    print_table(("op", "instructions", "ms, alone", "us each"), cells)
-    for title, word in GROUPS.items():
-        chosen = np.array([word in name for name in called])
-        print(f"only {title}: {seconds(chosen, repeat) * 1e3:.2f} ms")
-    chosen = np.array([not any(word in name for word in GROUPS.values()) for name in called])
-    print(f"all but these: {seconds(chosen, repeat) * 1e3:.2f} ms\n")
+    print_table(("op", "events", "ms", "us each", "of bandwidth"), cells)
 
 
-def clock(program: Program) -> float:
-    """Return the seconds of one run."""
-    started = time.perf_counter()
-    program.run()
-    return time.perf_counter() - started
-
-
-def clock_many(program: Program, repeat: int) -> float:
-    """Return the median of some runs."""
-    return float(np.median([clock(program) for _ in range(repeat)]))
+def clock(run: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

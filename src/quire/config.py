@@ -347,6 +347,18 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerConfig:
+    """Profiler"""
+
+    profiler_dir: str | None = option(
+        None, "Folder for profiles, which start_profile and stop_profile write; without it there are none."
+    )
+    profiler_max_bytes: int = option(
+        256 * 2**20, "Maximum size of a profile; what comes after is dropped.", low=1, high=2**40, size=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedOptions:
     """Accepted from vLLM's recipes, where what is asked for is always so"""
 
@@ -380,7 +392,7 @@ class AcceptedOptions:
     )
 
 
-CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, LoRAConfig, DeviceConfig)
+CONFIG_GROUPS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, LoRAConfig, DeviceConfig, ProfilerConfig)
 SERVER_GROUPS: tuple[type, ...] = (*CONFIG_GROUPS, ServerConfig)
 
 
@@ -393,6 +405,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @property
@@ -476,7 +489,7 @@ class EngineConfig:
             != (server.ssl_keyfile is None),
         }
         check_rules(rules)
-        server.check()
+        server.check(profiled=self.profiler.profiler_dir is not None)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as flat names, the inverse of `from_kwargs` (with all groups)."""

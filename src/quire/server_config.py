@@ -235,8 +235,12 @@ class ServerConfig:
         metavar="URL",
     )
 
-    def check(self) -> None:
-        """Check what must hold between these options; raise `ConfigError` naming both."""
+    def check(self, profiled: bool = False) -> None:
+        """Check what must hold between these options; raise `ConfigError` naming both.
+
+        Args:
+            profiled: whether there is a `profiler_dir`, whose routes are for admins too.
+        """
         moved = [name for name, value in (("host", "127.0.0.1"), ("port", 8000)) if getattr(self, name) != value]
         without_origins = [
             name
@@ -273,11 +277,15 @@ class ServerConfig:
                 not self.root_path.startswith("/") or "//" in self.root_path or not self.root_path.isascii()
             ),
             "max_loaded_models needs models": self.max_loaded_models is not None and self.models is None,
-            "admin_api_key needs enable_admin_endpoints": self.admin_api_key and not self.enable_admin_endpoints,
+            "admin_api_key needs enable_admin_endpoints or profiler_dir": self.admin_api_key
+            and not (self.enable_admin_endpoints or profiled),
             "admin_api_key: a key must have no blanks around it": any(key != key.strip() for key in self.admin_api_key),
             "admin_api_key and api_key must differ": set(self.admin_api_key) & set(self.api_key),
             f"enable_admin_endpoints needs api_key or admin_api_key where others reach the server, on {self.host}": (
                 self.enable_admin_endpoints and not guarded
+            ),
+            f"profiler_dir needs api_key or admin_api_key where others reach the server, on {self.host}": (
+                profiled and not guarded
             ),
             f"{next(iter(without_origins), None)} needs allowed_origins": without_origins,
             "allow_credentials contradicts allowed_origins *; name the origins": (

@@ -159,6 +159,22 @@ def test_the_key_of_vllm_is_one_unless_there_are_others(monkeypatch: pytest.Monk
         assert with_environment(values) == values
 
 
+def test_the_profiler_folder_of_vllm_is_one_unless_there_is_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/traces")
+    assert with_environment({}) == {"profiler_dir": "/traces"}
+    assert capsys.readouterr().err == "VLLM_TORCH_PROFILER_DIR is set: it is --profiler-dir\n"
+    assert with_environment({"profiler_dir": "other"}) == {"profiler_dir": "other"}
+
+
+def test_a_profiler_folder_that_cannot_be_written_is_one_line_and_2(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "file").touch()
+    assert main(["serve", "--profiler-dir", str(tmp_path / "file" / "below")]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert "profiler_dir" in line or "--profiler-dir" in line
+
+
 @pytest.mark.parametrize("model", ["/nothing/here", "./absent.gguf", "~/absent:Q4_K_M"])
 def test_a_path_with_nothing_there_is_refused_before_the_server_listens(model: str, capfd: Any) -> None:
     assert main(["serve", model, "--port", "0"]) == 2

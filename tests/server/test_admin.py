@@ -37,6 +37,17 @@ def test_they_are_not_there_unless_asked_for() -> None:
     several.run(work)
 
 
+def test_without_a_profiler_folder_the_answer_names_the_flag() -> None:
+    several = Several("a", at_start="a", enable_admin_endpoints=True)
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for path in ("/start_profile", "/stop_profile"):
+            status, answer = await post(http, path)
+            assert status == 404 and "--profiler-dir" in answer["error"]["message"]
+
+    several.run(work)
+
+
 def test_sleep_and_wake_up() -> None:
     several = Several("a", at_start="a", enable_admin_endpoints=True)
 

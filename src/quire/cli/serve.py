@@ -20,6 +20,7 @@ from quire import logs
 from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml, printable
 from quire.config import CONFIG_GROUPS, DEMO_MODEL, SERVER_GROUPS, AcceptedOptions, EngineConfig
 from quire.engine.launch import engine_options
+from quire.engine.profiler import check_profiler_dir
 from quire.errors import AddressInUseError, ConfigError, ModelError, echo
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
@@ -31,6 +32,7 @@ from quire.supervisor.supervisor import Supervisor
 
 FLAGS = flags_of((*SERVER_GROUPS, AcceptedOptions))
 KEY_VARIABLE = "VLLM_API_KEY"
+PROFILER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 ROOM_FACTOR = 2  # of a file of stored responses, over their bytes: there are indices, and a log
 
 
@@ -72,13 +74,17 @@ def check_model_given(values: Mapping[str, Any]) -> None:
 
 
 def with_environment(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the key in VLLM_API_KEY, unless they have keys.
+    """Return the options with what VLLM_API_KEY and VLLM_TORCH_PROFILER_DIR say, unless they say it themselves.
 
     Variables of vLLM that are set and change nothing get a line each. Raises `ConfigError` for an empty key.
     """
     for name in sorted(os.environ):
-        if name.startswith("VLLM_") and name != KEY_VARIABLE:
+        if name.startswith("VLLM_") and name not in (KEY_VARIABLE, PROFILER_VARIABLE):
             print(f"{printable(name)} is set, and changes nothing here", file=sys.stderr)
+    folder = os.environ.get(PROFILER_VARIABLE)
+    if folder and values.get("profiler_dir") is None:
+        print(f"{PROFILER_VARIABLE} is set: it is --profiler-dir", file=sys.stderr)
+        values = {**values, "profiler_dir": folder}
     key = os.environ.get(KEY_VARIABLE)
     if key is None or values.get("api_key") or values.get("api_key_file") is not None:
         return values
@@ -126,6 +132,7 @@ def check_server(config: EngineConfig) -> None:
         check_gpu()  # the engine, which takes longer to start, would find the same
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
+    check_profiler_dir(config.profiler.profiler_dir)
     if config.server.data_dir is not None:
         prepare_data_dir(config.server.data_dir)
     if config.server.uds is None:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from quire.engine.kv_cache_size import (
     step_failed,
 )
 from quire.engine.messages import AbortRequests, EngineOutputs, Ready, ShowBlocks, ShowPrefixes, Sleep, UnloadLoRA
+from quire.engine.profiler import Profiler, check_profiler_dir
 from quire.engine.recorder import FlightRecorder, ShowTimeline, StepRecord
 from quire.engine.resolve import load_info, resolve_config
 from quire.engine_request import EngineRequest, LoRARequest
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 DEFERRED_WAIT_SECONDS = 0.05  # how long a step waits for deferred requests when there is nothing else to do
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         hasher: BlockHasher | None = None,
     ) -> None:
+        check_profiler_dir(config.profiler.profiler_dir)
         info = info or load_info(config)
         requested = config
         scratch: ReservedBytes = nothing_reserved
@@ -113,6 +116,7 @@ class EngineCore:
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._processed: list[tuple[StepRecord, float]] = []  # steps processed since the last outputs; their host gaps
         self._last_result_time: float | None = None  # when the last step was processed, if there was work ever since
+        self._profiler = Profiler(config.profiler)
         self.recorder = FlightRecorder(
             clock,
             block_size=config.cache.block_size,
@@ -238,7 +242,7 @@ class EngineCore:
         if self._lora.is_loading:
             self._lora.finish_loads(0.0 if deferred or self._is_busy() else DEFERRED_WAIT_SECONDS)
         try:
-            outputs = self._advance()
+            outputs = self._traced("step", self._advance)
         except BaseException as error:
             self._failed = True
             if isinstance(error, Exception):
@@ -257,7 +261,7 @@ class EngineCore:
         if in_flight and not (self._overlaps(in_flight[-1]) and self.scheduler.admission.make_room_ahead()):
             self._announce()
             return self._process_oldest()
-        plan = self.scheduler.schedule()
+        plan = self._traced("schedule", self.scheduler.schedule)
         self._announce(plan)
         if plan.is_empty:
             outputs: list[SequenceOutput] = []
@@ -275,7 +279,14 @@ class EngineCore:
 
     def _begin(self, plan: SchedulerOutput) -> SubmittedStep:
         record = self.recorder.begin(plan, self.scheduler)
-        return SubmittedStep(plan, self.executor.submit(plan), record)
+        return SubmittedStep(plan, self._traced("submit", self.executor.submit, plan), record)
+
+    def _traced(self, name: str, phase: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Carry out a phase of a step, which a profile shows by this name."""
+        if self._profiler.trace is None:
+            return phase(*args, **kwargs)
+        with self._profiler.trace.span(name):
+            return phase(*args, **kwargs)
 
     def _overlaps(self, step: SubmittedStep) -> bool:
         """Whether another step may be submitted before the result of `step` is processed; the executor decides that."""
@@ -289,8 +300,8 @@ class EngineCore:
     def _process_oldest(self) -> list[SequenceOutput]:
         """Wait for the oldest step in flight and process its result."""
         step = self._in_flight.popleft()
-        result = step.pending.result()
-        outputs = self.scheduler.update_from_output(step.plan, result)
+        result = self._traced("wait for the result", step.pending.result)
+        outputs = self._traced("update", self.scheduler.update_from_output, step.plan, result)
         now, gap = self.clock(), 0.0
         if self._last_result_time is not None:
             gap = result.host_gap
@@ -324,7 +335,8 @@ class EngineCore:
         "reset_prefix_cache", "stats", "memory" (bytes of this process) and "check_integrity" take no arguments;
         "blocks" is a picture of the queues and the block manager (`ShowBlocks`), "prefixes" the radix tree of what is
         cached (`ShowPrefixes`), "timeline" what happened to a request (`ShowTimeline`); "sleep" frees memory until
-        "wake_up" (`Sleep`); "unload_lora" unloads an adapter (`UnloadLoRA`), which `load_lora` has loaded.
+        "wake_up" (`Sleep`); "unload_lora" unloads an adapter (`UnloadLoRA`), which `load_lora` has loaded;
+        "start_profile" and "stop_profile" begin and end a trace (`Profiler`).
 
         Raises `ConfigError` for an unknown one, and for bad arguments.
         """
@@ -353,6 +365,10 @@ class EngineCore:
             return self._sleep(_convert(arguments, Sleep).level)
         if method == "wake_up":
             return self._wake_up()
+        if method == "start_profile":
+            return self._profiler.start(self.executor)
+        if method == "stop_profile":
+            return self._profiler.stop(self.executor)
         raise ConfigError(f"unknown engine operation {method!r}", param="method")
 
     def load_lora(self, arguments: Mapping[str, int | bool | str], answer: Answer) -> None:
@@ -437,6 +453,7 @@ class EngineCore:
 
         After a step that failed nothing is written: blocks that it should have computed have their hashes already.
         """
+        self._profiler.close(self.executor)
         try:
             if not self._failed:
                 while self._in_flight:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Protocol
 
+from quire.chrome_trace import ChromeTrace
 from quire.engine_request import LoRARequest
 from quire.errors import ErrorData
 from quire.kernels.memory import DeviceMemory
@@ -135,6 +137,13 @@ class Executor(ABC):
     def idle(self) -> bool:
         """With no request to compute, warm up one graph for later steps; return whether there was one."""
         return False
+
+    def start_profile(self, trace: ChromeTrace) -> None:  # noqa: B027 - an executor without a device has no profile
+        """Add to `trace` what the devices do from now on; called between steps."""
+
+    def stop_profile(self, path: Path) -> list[Path]:
+        """End what `start_profile` began; return files written beside the trace, which will be at `path`."""
+        return []
 
     def close(self) -> None:  # noqa: B027 - nor anything to release
         """Release model and memory."""

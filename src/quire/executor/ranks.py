@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.hf_config import ModelInfo
+from quire.chrome_trace import ChromeTrace
 from quire.config import EngineConfig
 from quire.errors import ErrorData
 from quire.executor.base import Adapters, Executor
@@ -108,6 +110,12 @@ class RankedExecutor(Executor):
         others = [set(rank.blocks) for rank in ranks[1:]]
         blocks = [block for block in ranks[0].blocks if all(block in other for other in others)]
         return StoredBlocks(min(rank.num_slots for rank in ranks), ranks[0].hash_key, blocks)
+
+    def start_profile(self, trace: ChromeTrace) -> None:
+        self.collective_rpc("start_profile", trace)
+
+    def stop_profile(self, path: Path) -> list[Path]:
+        return [written for rank in self.collective_rpc("stop_profile", path) for written in rank]
 
     def idle(self) -> bool:
         return any(self.collective_rpc("idle"))

@@ -595,6 +595,15 @@ class AsyncLLM:
         """Allocate again what `sleep` has freed. Raises `QuireError`, and goes on sleeping, if it is not free."""
         await self.call("wake_up")  # whoever has put it to sleep
 
+    async def start_profile(self) -> None:
+        """Begin to trace the engine's steps, as `LLM.start_profile`; those of all its clients."""
+        await self.call("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        """End what `start_profile` began; return the paths of its files, as `LLM.stop_profile`."""
+        paths: list[str] = (await self.call("stop_profile"))["paths"]
+        return paths
+
     @property
     def is_sleeping(self) -> bool:
         """Whether the engine was put to sleep, by any of its clients, and not woken up since."""

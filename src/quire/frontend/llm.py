@@ -454,6 +454,25 @@ class LLM:
         check_wake_tags(tags)
         self.llm_engine.core.call("wake_up")
 
+    def start_profile(self) -> None:
+        """Begin to trace the engine's steps: its phases, and every instruction or kernel of the device.
+
+        Raises:
+            UnsupportedError: the option `profiler_dir` was not given. ConflictError: it is being traced already.
+        """
+        self.llm_engine.core.call("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """End what `start_profile` began; return the paths of its files, in the trace event format.
+
+        Perfetto (https://ui.perfetto.dev) and chrome://tracing open them.
+
+        Raises:
+            ConflictError: nothing is being traced. QuireError: the file cannot be written.
+        """
+        paths: list[str] = self.llm_engine.core.call("stop_profile")["paths"]
+        return paths
+
     @property
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and no `wake_up` after it."""

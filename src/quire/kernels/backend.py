@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -797,6 +798,27 @@ class GraphOps(ArrayOps, Protocol):
         return float(later - earlier)
 
 
+class Trace(Protocol):
+    """Where a profile goes (`chrome_trace.ChromeTrace`)."""
+
+    def name_thread(self, thread: int, name: str) -> None:
+        """Give a thread its name in the picture."""
+
+    def add(self, name: str, begin: int, end: int, *, thread: int = 0, **args: Any) -> None:
+        """Add what a thread did from `begin` to `end` [ns of `time.perf_counter_ns`]."""
+
+
+class ProfilingOps(Protocol):
+    """Profiles of what the device does."""
+
+    def start_profile(self, trace: Trace) -> None:
+        """Add to `trace` what the device does from now on; called between steps."""
+
+    def stop_profile(self, path: Path) -> list[Path]:
+        """End what `start_profile` began; return files written beside the trace, which will be at `path`."""
+        return []
+
+
 class Backend(
     LinearOps,
     CollectiveOps,
@@ -808,6 +830,7 @@ class Backend(
     SamplingOps,
     MemoryOps,
     GraphOps,
+    ProfilingOps,
     Protocol,
 ):
     """Arrays and ops of one device. Ops return new arrays unless they say "in place"."""

@@ -1,4 +1,4 @@
-"""Routes that operate models: sleep, wake up, load, unload, and LoRA adapters. There only with an option.
+"""Routes that operate models: sleep, wake up, load, unload, LoRA adapters, profiles. There only with an option.
 
 Paths, bodies and answers are vLLM's where it has them. With one model, `model` may be left out. What is unloaded here
 is loaded again by the next request that needs it.
@@ -26,6 +26,7 @@ MODEL: QuerySchema = {"model": {"type": "string"}}
 SLEEP: QuerySchema = {"level": {"type": "integer", "enum": [1, 2], "default": 1}, **MODEL}
 
 router = APIRouter()
+profiler_router = APIRouter()
 
 
 @router.post("/sleep", openapi_extra=describe_query(SLEEP))
@@ -78,6 +79,24 @@ async def unload(request: Request, model_id: str) -> Response:
     context, model = _target(request, model_id)
     await context.models.unload(model)
     return _state(model)
+
+
+@profiler_router.post("/start_profile", openapi_extra=describe_query(MODEL))
+async def start_profile(request: Request) -> Response:
+    """Begin to trace the steps of a model's engine. 409 while they are being traced."""
+    context, model = _target(request)
+    async with context.models.using(model):
+        await model.llm.start_profile()
+    return json_response({"model": model.names[0], "profiling": True})
+
+
+@profiler_router.post("/stop_profile", openapi_extra=describe_query(MODEL))
+async def stop_profile(request: Request) -> Response:
+    """End the trace and write it; the answer has the paths on the server's machine. 409 if there is none."""
+    context, model = _target(request)
+    async with context.models.using(model):
+        paths = await model.llm.stop_profile()
+    return json_response({"model": model.names[0], "paths": paths})
 
 
 def _target(request: Request, name: str | None = None) -> tuple[ServerContext, ServedModel]:

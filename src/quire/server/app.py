@@ -85,14 +85,16 @@ def build_app(
     ):
         app.include_router(module.router)
     app.state.disabled_routes = {}
-    for module, flag, enabled in (
-        (admin, "--enable-admin-endpoints", config.server.enable_admin_endpoints),
-        (debug, "--enable-debug-endpoints", config.server.enable_debug_endpoints),
+    profiled = any(model.config.profiler.profiler_dir is not None for model in pool.models)
+    for router, flag, enabled in (
+        (admin.router, "--enable-admin-endpoints", config.server.enable_admin_endpoints),
+        (admin.profiler_router, "--profiler-dir", profiled),
+        (debug.router, "--enable-debug-endpoints", config.server.enable_debug_endpoints),
     ):
         if enabled:
-            app.include_router(module.router)
+            app.include_router(router)
         else:
-            app.state.disabled_routes[flag] = module.router.routes
+            app.state.disabled_routes[flag] = router.routes
     if not config.server.disable_playground:
         app.include_router(playground.make_router())
     return app

@@ -60,6 +60,8 @@ ADMIN_PATHS = frozenset(
         "/wake_up",
         "/is_sleeping",
         "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quire.checkpoint.folder import resolve_model
 from quire.checkpoint.hf_config import ModelInfo
+from quire.chrome_trace import ChromeTrace
 from quire.config import DeviceConfig, EngineConfig
 from quire.errors import ConfigError, echo
 from quire.kernels.backend import Backend
@@ -236,6 +237,14 @@ class Worker:
 
     def idle(self) -> bool:
         return self.runner is not None and self.runner.graphs.capture_next()
+
+    def start_profile(self, trace: ChromeTrace) -> None:
+        """See `Executor`."""
+        self.backend.start_profile(trace)
+
+    def stop_profile(self, path: Path) -> list[Path]:
+        """See `Executor`."""
+        return self.backend.stop_profile(path)
 
     def sleep(self, level: int) -> int:
         """Free the KV cache and all buffers of steps, at level 2 also the weights; return how many bytes."""

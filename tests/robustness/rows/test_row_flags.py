@@ -77,7 +77,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["--ssl-certfile", "@/empty", "--ssl-keyfile", "@/empty"], ["ssl_certfile", "no certificate"]),
     (["--ssl-cert-reqs", "required"], ["ssl_cert_reqs", "ssl_ca_certs"]),
     (["--engine", "inline", "--api-server-count", "2"], ["api_server_count 2 contradicts engine inline"]),
-    (["--admin-api-key", "x"], ["admin_api_key needs enable_admin_endpoints"]),
+    (["--admin-api-key", "x"], ["admin_api_key needs enable_admin_endpoints or profiler_dir"]),
     (["--enable-admin-endpoints", "--host", "0.0.0.0"], ["enable_admin_endpoints needs api_key"]),
     (["--models", "@/nope.yaml"], ["--models", "nope.yaml", "No such file"]),
     (["--models", "@/empty"], ["empty", "list of models"]),

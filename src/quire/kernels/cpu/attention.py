@@ -12,6 +12,7 @@ The kernels are in attention_kernels.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -276,8 +277,23 @@ def _emit(
             at = plan.words[word : word + 1]
             args = (*before, records, *after)
             launcher.emit(
-                instruction, *args, items=limit * heads, work=0, items_at=at, alone_below=alone_below, grain=1
+                instruction,
+                *args,
+                items=limit * heads,
+                work=0,
+                items_at=at,
+                alone_below=alone_below,
+                grain=1,
+                num_bytes=partial(_kv_bytes, cache, metadata.seq_lens, params) if instruction is attend else 0,
             )
+
+
+def _kv_bytes(cache: CPUKVCache, seq_lens: np.ndarray, params: AttentionParams) -> int:
+    """Return the bytes of keys and values that the sequences of a step see, each once."""
+    arrays = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    of_block = sum([array.nbytes // array.shape[0] for array in arrays if array is not None])
+    seen = np.minimum(seq_lens, params.sliding_window or seq_lens)
+    return int(seen.sum()) * of_block // cache.block_size
 
 
 def _floats(values: np.ndarray | None) -> np.ndarray | None:

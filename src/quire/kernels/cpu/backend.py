@@ -7,6 +7,7 @@ tokens is never recorded and may look at values here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import llvmlite.binding as llvm
@@ -21,6 +22,7 @@ from quire.kernels.backend import (
     Penalties,
     SamplingOptions,
     TopLogprobs,
+    Trace,
 )
 from quire.kernels.cpu import (
     activations,
@@ -182,6 +184,14 @@ class CPUBackend(HostMemory, Backend):
             return result
 
         return run
+
+    def start_profile(self, trace: Trace) -> None:
+        """Trace every instruction, with the threads that carry it out."""
+        self._launcher.start_trace(trace)
+
+    def stop_profile(self, path: Path) -> list[Path]:
+        self._launcher.stop_trace()
+        return []
 
     def collective(
         self, exchange: Callable[[np.ndarray, np.ndarray], None], x: np.ndarray, shape: tuple[int, ...]

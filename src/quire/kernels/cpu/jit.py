@@ -38,6 +38,8 @@ STAMP = "quire-kernels.stamp"
 OP_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64)
 
 PROCESS_SUFFIX = secrets.token_hex(8)
+OP_NAMES: dict[int, str] = {}
+"""Names of the ops that this process has loaded, by address."""
 
 _JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
@@ -88,7 +90,9 @@ class Op:
     @cached_property
     def address(self) -> int:
         """Address of the compiled function; compiles it, or loads it from disk, at the first call."""
-        return int(self._compiled.address)
+        address = int(self._compiled.address)
+        OP_NAMES[address] = self.name
+        return address
 
     def is_cached(self) -> bool:
         """Say whether it is cached on disk, compiled, from the source files as they are now."""

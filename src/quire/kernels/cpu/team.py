@@ -37,6 +37,7 @@ ARGS = 8  # the first argument; those before are the team's
 # A team's state; a line of 8 values each
 JOB, ARRIVED, MET, SLEEPING, CLAIMS = 0, 8, 16, 24, 32
 PROGRAM, COUNT, STOP, NEXT = JOB + 1, JOB + 2, JOB + 3, MET + 1
+TIMES = JOB + 4  # address of int64 [count][ranks][2], in which each rank notes when it did an instruction; or 0
 LINE = 8
 
 PREFETCH_LIMIT = 1 << 17  # bytes that a waiting thread prefetches: part of a core's second-level cache
@@ -47,6 +48,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SYS_FUTEX, SYS_SCHED_SETAFFINITY = (202, 203) if IS_X86 else (98, 122)
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 SLEEP_MICROSECONDS = 50  # between looks, where there is no futex
+CLOCK = 8 if sys.platform == "darwin" else 1  # that of time.perf_counter_ns
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
@@ -124,6 +126,16 @@ def pause(b):
         b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
 
 
+@intrinsic(INT)
+def now(b):
+    """Return the nanoseconds of the clock of time.perf_counter_ns."""
+    time = cgutils.alloca_once(b, I64, size=2)
+    kind = ir.FunctionType(I32, [I32, I64.as_pointer()])
+    b.call(cgutils.get_or_insert_function(b.module, kind, "clock_gettime"), [I32(CLOCK), time])
+    seconds = b.load(time)
+    return b.add(b.mul(seconds, I64(1_000_000_000)), b.load(b.gep(time, [I64(1)])))
+
+
 @intrinsic(NOTHING, INT)
 def prefetch(b, address):
     """Start loading the cache line at this address into the second-level cache."""
@@ -151,6 +163,14 @@ def deal(team, ranks, items):
 
 
 @jit
+def note(times, place, begin):
+    """Note that a rank did items of an instruction from `begin` until now, unless nobody wants to know."""
+    if times != 0:
+        cell = i64_ptr(times + 16 * place)
+        cell[0], cell[1] = begin, now()
+
+
+@jit
 def do_items(team, row, rank, ranks, scratch):
     """Do items of one instruction until all are taken."""
     grain = row[GRAIN]
@@ -164,8 +184,9 @@ def do_items(team, row, rank, ranks, scratch):
 
 
 @jit
-def do_alone(team, program, index, count, ranks, scratch):
+def do_alone(team, program, index, count, rank, ranks, scratch):
     """Carry out small instructions from `index` on; return where the first of the others is, its items dealt out."""
+    times = team[TIMES]
     while index < count:
         row = i64_ptr(program + 8 * ROW * index)
         items = item_count(row)
@@ -173,7 +194,9 @@ def do_alone(team, program, index, count, ranks, scratch):
             if ranks > 1 and items >= row[ALONE_BELOW]:
                 deal(team, ranks, items)
                 return index
+            begin = now() if times != 0 else 0
             call_op(row[OP], offset(row, ARGS), 0, items, scratch)
+            note(times, index * ranks + rank, begin)
         index += 1
     return index
 
@@ -232,15 +255,17 @@ def walk(team, program, index, count, rank, ranks, spins, scratch, job):
     Whoever has slept through the end of job number `job` reads its NEXT when the following one may have begun, hence
     two of them in turn.
     """
-    following = NEXT + job % 2
+    following, times = NEXT + job % 2, team[TIMES]
     while index < count:
+        begin = now() if times != 0 else 0
         do_items(team, i64_ptr(program + 8 * ROW * index), rank, ranks, scratch)
+        note(times, index * ranks + rank, begin)
         # The program may be gone once the others need not wait for this rank any more.
         start, size = next_weights(program, index + 1, count, rank, ranks)
         met = atomic_load(team, MET)
         if atomic_add(team, ARRIVED, 1) == ranks - 1:
             atomic_store(team, ARRIVED, 0)
-            index = do_alone(team, program, index + 1, count, ranks, scratch)
+            index = do_alone(team, program, index + 1, count, rank, ranks, scratch)
             team[following] = index
             release(team, MET)
         else:
@@ -256,7 +281,7 @@ def run(state, program, count, ranks, spins, scratch, masks, mask_size):
     `masks`, if not 0: two sets of cores, where rank 0 runs meanwhile and where this thread runs otherwise.
     """
     team = i64_ptr(state)
-    index = do_alone(team, program, 0, count, ranks, scratch)
+    index = do_alone(team, program, 0, count, 0, ranks, scratch)
     if index == count:
         return
     if masks != 0:

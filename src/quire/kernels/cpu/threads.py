@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -20,9 +21,11 @@ import numba
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.kernels.backend import Trace
 from quire.kernels.cpu import team
 from quire.kernels.cpu.arrays import Arena, Recorded, Recorder, Slabs, aligned
-from quire.kernels.cpu.jit import Op
+from quire.kernels.cpu.jit import OP_NAMES, Op
+from quire.kernels.cpu.read import PIECE_FLOATS, read_memory
 from quire.kernels.cpu.sizes import SCRATCH_BYTES
 
 # About how many multiply-adds one thread does in the time that sharing an instruction takes.
@@ -30,8 +33,12 @@ SMALL_WORK = 32768
 
 SPINS = 600  # looks at a word before sleeping; each takes some 35 ns
 PIECES = 8  # a thread's share is taken in about so many pieces
+FIRST_THREAD = 1  # in traces; 0 is the engine's own
+READ_BYTES = 1 << 28  # from memory, to measure its bandwidth: more than caches hold
 
 Argument = Any  # an array (its address), an int, a float (its bits), or None (0)
+NumBytes = int | Callable[[], int]  # that an instruction reads and writes; for some it depends on the step
+Step = tuple[list[int], NumBytes] | Callable[[], None]  # an instruction or a Python function
 
 
 def address_of(array: np.ndarray) -> int:
@@ -51,19 +58,19 @@ class Program:
     """
 
     def __init__(
-        self, steps: list[list[int] | Callable[[], None]], keep: list[Any], runner: Callable[[np.ndarray], None]
+        self, steps: list[Step], keep: list[Any], runner: Callable[[np.ndarray, Sequence[NumBytes]], None]
     ) -> None:
         self._keep, self._runner = keep, runner
-        self._parts: list[np.ndarray | Callable[[], None]] = []
+        self._parts: list[tuple[np.ndarray, list[NumBytes]] | Callable[[], None]] = []
         for is_call, group in groupby(steps, callable):
             part: list[Any] = list(group)
-            self._parts += part if is_call else [np.array(part, np.int64)]
+            self._parts += part if is_call else [(np.array([row for row, _ in part], np.int64), [n for _, n in part])]
 
     def run(self) -> None:
         """Carry out all instructions."""
         for part in self._parts:
-            if isinstance(part, np.ndarray):
-                self._runner(part)
+            if isinstance(part, tuple):
+                self._runner(*part)
             else:
                 part()
 
@@ -80,13 +87,15 @@ class Launcher:
         self.arena = Arena()
         self.weights = Slabs()
         self.recorder: Recorder | None = None  # records the arithmetic of recorded arrays
+        self._trace: Trace | None = None
+        self._bandwidth = 0.0  # of memory [bytes/s], for the trace
         self._spins = spins
         self._state = aligned(8 * (team.CLAIMS + team.LINE * self.num_threads), np.zeros).view(np.int64)
         self._scratch = aligned(SCRATCH_BYTES * self.num_threads, np.zeros)
         self._masks = _core_masks(self.num_threads)
         self._lock = threading.Lock()
         self._started = False
-        self._recording: tuple[list[list[int] | Callable[[], None]], list[Any]] | None = None
+        self._recording: tuple[list[Step], list[Any]] | None = None
 
     @property
     def recording(self) -> bool:
@@ -104,6 +113,7 @@ class Launcher:
         grain: int | None = None,
         prefetch: np.ndarray | None = None,
         prefetch_bytes: int = 0,
+        num_bytes: NumBytes | None = None,
         holds: object = None,
     ) -> None:
         """Run or record one instruction.
@@ -116,6 +126,7 @@ class Launcher:
                 than `alone_below` items one thread does all.
             grain: items taken at a time.
             prefetch, prefetch_bytes: memory that item i reads from byte i * prefetch_bytes on, to be prefetched.
+            num_bytes: that it reads and writes, for profiles; by default what it prefetches and arrays of the arena.
             holds: the owner of memory that the op finds by addresses in its arguments; kept alive as long as they are.
         """
         if alone_below is None:
@@ -132,10 +143,12 @@ class Launcher:
         assert len(args) <= team.ROW - team.ARGS, f"{op.name} has too many arguments"
         for place, arg in enumerate(args, team.ARGS):
             row[place] = arg if type(arg) is int else self._word(arg, keep)
+        if num_bytes is None:
+            num_bytes = items * prefetch_bytes + sum([arg.nbytes for arg in args if isinstance(arg, Recorded)])
         if self._recording is None:
-            self._run(np.array([row], np.int64))
+            self._run(np.array([row], np.int64), [num_bytes])
         else:
-            self._recording[0].append(row)
+            self._recording[0].append((row, num_bytes))
             self._recording[1].extend(keep)
 
     def call(self, function: Callable[[], None]) -> None:
@@ -170,7 +183,7 @@ class Launcher:
         another program runs.
         """
         assert self._recording is None, "recordings do not nest"
-        steps: list[list[int] | Callable[[], None]] = []
+        steps: list[Step] = []
         keep: list[Any] = []
         self._recording = (steps, keep)
         made: list[Program] = []
@@ -181,22 +194,58 @@ class Launcher:
         finally:
             self._recording = None
 
-    def _run(self, rows: np.ndarray) -> None:
+    def start_trace(self, trace: Trace) -> None:
+        """Add every instruction that is run from now on to `trace`, for each thread that does a part of it."""
+        self._bandwidth = self._bandwidth or measure_bandwidth(self)
+        for rank in range(self.num_threads):
+            trace.name_thread(FIRST_THREAD + rank, f"CPU thread {rank}")
+        self._trace = trace
+
+    def stop_trace(self) -> None:
+        """End what `start_trace` began."""
+        self._trace = None
+
+    def _run(self, rows: np.ndarray, num_bytes: Sequence[NumBytes]) -> None:
+        if (trace := self._trace) is not None:
+            self._run_traced(rows, num_bytes, trace)
+            return
         with self._lock:
-            if not self._started:
-                self._start()
-            state, scratch, ranks = address_of(self._state), address_of(self._scratch), self.num_threads
-            masks = self._masks
-            team.run(
-                state,
-                address_of(rows),
-                len(rows),
-                ranks,
-                self._spins,
-                scratch,
-                address_of(masks) if masks.size else 0,
-                masks.shape[1],
-            )
+            self._walk(rows)
+
+    def _run_traced(self, rows: np.ndarray, num_bytes: Sequence[NumBytes], trace: Trace) -> None:
+        times = np.zeros((len(rows), self.num_threads, 2), np.int64)
+        with self._lock:
+            self._state[team.TIMES] = address_of(times)
+            try:
+                self._walk(rows)
+            finally:
+                self._state[team.TIMES] = 0
+        for row, size, spans in zip(rows, num_bytes, times, strict=True):
+            ran = [(rank, int(begin), int(end)) for rank, (begin, end) in enumerate(spans) if begin]
+            if not ran:
+                continue
+            size = size() if callable(size) else size
+            seconds = (max(end for _, _, end in ran) - min(begin for _, begin, _ in ran)) / 1e9
+            share = round(size / (seconds * self._bandwidth), 3) if seconds else 0.0
+            name = OP_NAMES.get(int(row[team.OP]), "op")
+            for rank, begin, end in ran:
+                trace.add(name, begin, end, thread=FIRST_THREAD + rank, bytes=size, share_of_bandwidth=share)
+
+    def _walk(self, rows: np.ndarray) -> None:
+        if not self._started:
+            self._start()
+        state, scratch, ranks = address_of(self._state), address_of(self._scratch), self.num_threads
+        masks = self._masks
+        team.run(
+            state,
+            address_of(rows),
+            len(rows),
+            ranks,
+            self._spins,
+            scratch,
+            address_of(masks) if masks.size else 0,
+            masks.shape[1],
+        )
 
     def _start(self) -> None:
         """Start the other threads; they end with this object."""
@@ -208,6 +257,17 @@ class Launcher:
             threading.Thread(target=_serve, args=args, name=f"quire-cpu-{rank}", daemon=True).start()
         self._started = True
         weakref.finalize(self, _stop, kept, state)
+
+
+def measure_bandwidth(launcher: Launcher) -> float:
+    """Return the bytes per second that all threads read from memory, the best of some tries."""
+    memory, out = np.ones(READ_BYTES // 4, np.float32), np.zeros(1 << 17, np.float32)
+    pieces, seconds = memory.size // PIECE_FLOATS, []
+    for _ in range(5):
+        began = time.perf_counter()
+        launcher.emit(read_memory, memory, out, items=pieces, work=memory.size, grain=16)
+        seconds.append(time.perf_counter() - began)
+    return float(memory.nbytes / min(seconds))
 
 
 def _core_masks(num_threads: int) -> np.ndarray:

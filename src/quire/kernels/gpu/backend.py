@@ -15,6 +15,7 @@ from quire.kernels.gpu.probe import interpreted
 from quire.kernels.gpu.rows import RowOps
 from quire.kernels.gpu.sampling import SamplingOps
 from quire.kernels.gpu.states import StateOps
+from quire.kernels.reference.profiling import TorchProfilingOps
 
 if interpreted():
     repair_interpreter()
@@ -30,6 +31,7 @@ class GPUBackend(
     StateOps,
     SamplingOps,
     MemoryOps,
+    TorchProfilingOps,
     ArrayOps,
     CollectiveOps,
 ):

@@ -31,6 +31,7 @@ from quire.kernels.experts import Expert, RoutingParams
 from quire.kernels.host_blocks import HostMemory
 from quire.kernels.lora import LoRAChange, LoRARows
 from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.profiling import TorchProfilingOps
 from quire.kernels.reference.quantize import quantize_rows, quantize_weight, round_rows_fp8
 from quire.kernels.reference.sampling import sample_rows, top_logprobs
 from quire.kernels.weight_storage import stored_layout
@@ -141,7 +142,7 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
     return (integers.float() * scales[:, None]).reshape(x.shape)
 
 
-class ReferenceBackend(HostMemory, Backend):
+class ReferenceBackend(TorchProfilingOps, HostMemory, Backend):
     """Every op of `quire.kernels.backend.Backend` in plain torch."""
 
     name = "reference"
