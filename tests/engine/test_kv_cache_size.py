@@ -71,6 +71,24 @@ def test_explicit_numbers_win(folder: Path) -> None:
     assert fitted(folder, 2**30, kv_cache_memory_bytes="1MiB").num_blocks == 1024
 
 
+def test_the_bytes_of_blocks_are_those_of_worked_examples() -> None:
+    """Keys and values of every layer: 4 tokens x 4 layers x (2 x 8 x 128) x 2 bytes; one layer's pool of Qwen2.5."""
+    layer = LayerKVSpec(num_kv_heads=8, head_size=128, dtype="bfloat16")
+    assert KVCacheSpec([layer] * 4).block_bytes(4, 4096) == 65_536
+    of_qwen = LayerKVSpec(num_kv_heads=2, head_size=128, dtype="bfloat16")
+    assert of_qwen.block_bytes(16) * 153_259 == 2_510_995_456
+
+
+def test_a_device_of_8_gib_is_filled_by_the_formula(folder: Path) -> None:
+    """num_gpu_blocks = int((total * gpu_memory_utilization - peak) // block_bytes), and no pool on the host."""
+    total, peak = 8 * 2**30, 5 * 2**30 + 12_345
+    spec = KVCacheSpec([LayerKVSpec(num_kv_heads=8, head_size=128, dtype="bfloat16")] * 32)
+    block_bytes = 16 * 32 * (2 * 8 * 128) * 2
+    for utilization in (0.9, 0.75):
+        found = fitted(folder, total, peak, spec, gpu_memory_utilization=utilization, swap_space=0)
+        assert found.num_blocks == int((int(total * utilization) - peak) // block_bytes)
+
+
 # Windows
 
 

@@ -92,3 +92,24 @@ def test_hit_rates_on_the_published_trace(replay, mooncake):
     longest = replay(requests, cost, scheduling_policy="lpm", max_overtake_seconds=60.0, **options)
     assert 0 < hit_rate(blocks) < hit_rate(tokens)
     assert hit_rate(longest) > 1.2 * hit_rate(tokens)
+
+
+def test_a_delay_factor_gathers_prompts_for_later_first_tokens_and_quicker_next_ones(replay):
+    requests = draw([Synthetic("uniform", rate=6.0, num=120, prompt=300, output=60, spread=0.5)])
+
+    def measure(delay_factor: float) -> tuple[float, float, float]:
+        prefills: list[int] = []
+
+        def observe(plan, contents, seconds) -> None:
+            if contents.prefill_pairs:
+                prefills.append(contents.num_sequences)
+
+        options = {"scheduler": "prefill-first", "delay_factor": delay_factor, "max_num_seqs": 64}
+        run = replay(requests, PlainCost(0.02, 0.0004), observe, num_gpu_blocks_override=5000, **options)
+        found = summarize(run.log)
+        return float(np.mean(prefills)), found["ttft"]["mean"], found["tpot"]["p99"]
+
+    (size, ttft, tpot), (delayed_size, delayed_ttft, delayed_tpot) = measure(0.0), measure(2.0)
+    assert delayed_size > 1.2 * size
+    assert delayed_ttft > 2 * ttft
+    assert delayed_tpot < 0.9 * tpot

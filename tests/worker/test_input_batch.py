@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.step import ContinuingSequenceData, ForkData, NewSequenceData, SchedulerOutput
@@ -243,7 +245,8 @@ class Traffic:
         self.rows[name].output.append(token)
 
 
-def test_random_traffic_keeps_rows_equal_to_a_rebuilt_batch() -> None:
+@pytest.mark.parametrize("changes", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_traffic_keeps_rows_equal_to_a_rebuilt_batch(changes: int) -> None:
     traffic = Traffic(3)
-    for _ in range(700):
+    while 2 * traffic.number < changes:  # each sequence comes and goes
         traffic.step()
