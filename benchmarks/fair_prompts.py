@@ -4,13 +4,15 @@
 
 Three runs: the long prompt alone, the short ones alone, all together. The long one arrives first; the short ones come
 right after it, or one every `--gap` seconds. "fifo" gives the first prompt all of a step, as schedulers without shares
-do (here: by taking the others' shares away).
+do (here: by taking the others' shares away). Exits with 1 if, all at once, the slowest short prompt takes more than
+twice as long as without the long one, or that more than 1.2 times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from quire.engine.core import EngineCore
 from quire.engine_request import EngineRequest
 from quire.sampling_params import SamplingParams
 
+BOUNDS = 2.0, 1.2  # times of what they take alone: the short prompts, and the long one
 Arrivals = list[tuple[float, str, int]]  # seconds, name, tokens of the prompt
 
 
@@ -102,8 +105,8 @@ def compare(core: EngineCore, args: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table; return 1 if, with shares, one of `BOUNDS` is exceeded where all prompts come at once."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="quire-demo")
     parser.add_argument("--load-format", default="auto")
@@ -131,7 +134,9 @@ def main() -> None:
         f"{args.max_num_batched_tokens} tokens a step"
     )
     print_table(["", "short alone [s]", "beside", "times", "long alone [s]", "beside", "times"], rows)
+    short_times, long_times = float(rows[0][3]), float(rows[0][6])
+    return int(args.gap == 0 and (short_times > BOUNDS[0] or long_times > BOUNDS[1]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -67,10 +67,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence; all of them fill the cache")
     parser.add_argument("--quantization")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--bound", type=float, default=0.05, help="largest error; beyond it the exit code is 1")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return run(json.loads(args.child), args.length)
+        run(json.loads(args.child), args.length)
+        return
     rows = []
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,24 +80,30 @@ def main() -> None:
         print(row_text(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return None
+    if any(abs(error_of(row)) > args.bound for row in rows):
+        raise SystemExit(f"a plan is off by more than {args.bound:.0%}")
 
 
 def options_of(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options of a run, after writing the shape's config.json where it needs one."""
+    """Return the engine options of a run."""
     options = {
         "max_num_batched_tokens": args.tokens,
         "max_num_seqs": args.seqs,
         "num_gpu_blocks_override": args.seqs * (args.length // 16),
         "swap_space": 0,
-        "model": "quire-demo",
+        **shape_options(shape, folder),
     }
-    if shape != "demo":
-        architecture, model_type = FAMILY.get(shape, ("LlamaForCausalLM", "llama"))
-        config = {"architectures": [architecture], "model_type": model_type, **COMMON, **SHAPES[shape]}
-        (folder / "config.json").write_text(json.dumps(config))
-        options |= {"model": str(folder), "load_format": "dummy"}
     return options | ({"quantization": args.quantization} if args.quantization else {})
+
+
+def shape_options(shape: str, folder: Path) -> dict[str, Any]:
+    """Return the options of a model with this shape and dummy weights, after writing its config.json."""
+    if shape == "demo":
+        return {"model": "quire-demo"}
+    architecture, model_type = FAMILY.get(shape, ("LlamaForCausalLM", "llama"))
+    config = {"architectures": [architecture], "model_type": model_type, **COMMON, **SHAPES[shape]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"model": str(folder), "load_format": "dummy"}
 
 
 def compare(shape: str, options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -113,12 +121,16 @@ def compare(shape: str, options: dict[str, Any], args: argparse.Namespace) -> di
     return {"shape": shape, "planned": plan["peak"], **real, **parts, "loading": plan["loading"]}
 
 
+def error_of(row: dict[str, Any]) -> float:
+    """Return by how much of the real peak the planned one is larger."""
+    return float(row["planned"] / row["peak"] - 1)
+
+
 def row_text(row: dict[str, Any]) -> str:
     """Return a line of the table, sizes in MiB."""
     mib = {name: f"{value / 2**20:.1f}" for name, value in row.items() if name != "shape"}
-    error = row["planned"] / row["peak"] - 1
     return (
-        f"{row['shape']:8} planned {mib['planned']:>8}  real {mib['peak']:>8}  {error:+.1%}  "
+        f"{row['shape']:8} planned {mib['planned']:>8}  real {mib['peak']:>8}  {error_of(row):+.1%}  "
         f"(weights {mib['weights']}, blocks {mib['blocks']}, step {mib['step']}, loading {mib['loading']}; "
         f"real: loaded {mib['loaded']}, start {mib['start']})"
     )
