@@ -2,6 +2,8 @@
 
     process-N.lock      held (flock) by the server process in slot N as long as it lives
     responses.sqlite3   stored responses and conversations (`responses/database.py`), with a lock of its own
+    batches.sqlite3     files and batches (`batches/database.py`), with a lock of its own
+    files/              contents of files
     server.lock         of a temporary folder only: held by the server that made it
 
 The kernel lets go of a lock with the process that holds it, however that ends. So everybody can tell whether the

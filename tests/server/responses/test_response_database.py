@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, NotFoundError
 from quire.server.data_dir import StorageError, prepare_data_dir
-from quire.server.responses import store as store_module
 from quire.server.responses.database import FILE, RESTARTED, ResponseDatabase
 from quire.server.responses.store import RemoteResponse, ResponseStore, StoredResponse
 from tests.helpers.live_server import LiveServer, MakeServer
@@ -552,8 +551,8 @@ def test_an_end_that_cannot_be_stored_is_a_failure(folder: str) -> None:
 
 
 def test_a_locked_file_delays_nothing_but_stored_responses(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr("quire.server.responses.database.BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("quire.server.database.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("quire.server.database.BUSY_SECONDS", 0.2)
     server = serve(folder)
     first = ask(server)
     other = sqlite3.connect(Path(folder, FILE), isolation_level=None)
@@ -590,7 +589,7 @@ def test_on_a_disk_that_hangs_every_answer_ends(
 ) -> None:
     server = serve(folder)
     first = ask(server)
-    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("quire.server.database.ANSWER_SECONDS", 0.3)
     hung.clear()
     made = ask(server)
     assert (text_of(made), made["store"]) == ("hello world", False)
@@ -603,7 +602,7 @@ def test_on_a_disk_that_hangs_every_answer_ends(
     response = json.loads(last.removeprefix("data: "))["response"]
     assert (response["status"], response["store"]) == ("completed", False)
     hung.set()
-    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 20.0)
+    monkeypatch.setattr("quire.server.database.ANSWER_SECONDS", 20.0)
     assert ask(server)["store"] is True
     for lost in (made, response):
         assert server.http.get(f"{PATH}/{lost['id']}").status_code == 404  # as they have said
@@ -615,7 +614,7 @@ def test_the_end_of_a_response_does_not_wait_for_a_disk_that_hangs(
 ) -> None:
     with Shelves(data_dir=folder) as shelves:
         stored = shelves.put(finished=False, events=True)
-        monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr("quire.server.database.ANSWER_SECONDS", 0.3)
         hung.clear()
         shelves.end(stored, last=(b"data: last\n\n",))
         assert stored.response["store"] is False

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,19 +28,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.errors import ConflictError, NotFoundError, echo
-from quire.server.data_dir import FILE_MODE, FileLock, poll, slot_lives
+from quire.server.data_dir import slot_lives
+from quire.server.database import Database
 from quire.server.responses.items import Item, check_new
 from quire.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 FILE = "responses.sqlite3"
-LOCK = "responses.lock"
-APPLICATION_ID = 0x51755265
-VERSION = 1  # of the tables
-BUSY_SECONDS = 1.0  # for which a statement waits for other processes
-CHECK_SECONDS = 10.0  # for which an opening waits for another process, which checks the file
-LOG_BYTES = 2**22  # to which the write-ahead log is cut when it was larger
 RESTARTED = "the server was restarted before this response had ended"
 NOT_KEPT = "the end of this response could not be stored"
 
@@ -116,11 +110,7 @@ def locked(conversation_id: str) -> ConflictError:
     return ConflictError(message, param="conversation_id", code="conversation_locked")
 
 
-class DamagedError(Exception):
-    """A file is no database of this server's, or is damaged; the message says what is wrong with it."""
-
-
-class ResponseDatabase:
+class ResponseDatabase(Database):
     """All stored responses, those of other processes included.
 
     Args:
@@ -131,56 +121,27 @@ class ResponseDatabase:
         sqlite3.Error, OSError: it cannot be opened now.
     """
 
+    name = "responses"
+    contents = "stored responses"
+    application_id = 0x51755265
+    tables = TABLES
+
     def __init__(
         self, config: ServerConfig, folder: Path | None, slot: int, incarnation: str, clock: Callable[[], float]
     ) -> None:
         self._most = config.max_stored_responses
         self._most_bytes = config.max_stored_response_bytes
         self._seconds = config.stored_response_ttl
-        self._folder = folder
         self._slot = slot
         self._incarnation = incarnation
         self._clock = clock
-        self._lock: FileLock | None = None
-        self.connection = connect(":memory:") if folder is None else self._open(folder)
+        super().__init__(folder)
         try:
             with self._writing():
                 self._end_lost()
         except BaseException:
             self.close()
             raise
-
-    def _open(self, folder: Path) -> sqlite3.Connection:
-        """Open the file; who is the only one to use it checks it first, and moves it aside if it is damaged."""
-        lock = self._lock = FileLock(folder / LOCK)
-        path = folder / FILE
-        alone = False
-
-        def attempt() -> bool:
-            nonlocal alone
-            alone = lock.acquire()
-            return alone or lock.acquire(shared=True)
-
-        try:
-            if not poll(attempt, CHECK_SECONDS):
-                raise OSError(f"{path} is being checked by another process")
-            if not alone:
-                return opened(path)
-            connection = _checked(path)
-            poll(lambda: lock.acquire(shared=True), CHECK_SECONDS)  # another process may be first, and check it again
-            return connection
-        except DamagedError as error:
-            lock.close()
-            raise OSError(f"{path} is {error}, and in use") from None
-        except BaseException:
-            lock.close()
-            raise
-
-    def close(self) -> None:
-        """Close it."""
-        self.connection.close()
-        if self._lock is not None:
-            self._lock.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -189,16 +150,6 @@ class ResponseDatabase:
             self._expire()
             yield
             self._make_room()
-
-    @contextlib.contextmanager
-    def _transaction(self, begin: str) -> Iterator[None]:
-        self.connection.execute(begin)
-        try:
-            yield
-            self.connection.execute("COMMIT")
-        finally:
-            if self.connection.in_transaction:
-                self.connection.execute("ROLLBACK")
 
     def insert(
         self, owner: bytes, response: dict[str, Any], earlier: Sequence[Item], items: Sequence[Item], *, events: bool
@@ -568,9 +519,9 @@ class ResponseDatabase:
 
     def _lives(self, slot: int, incarnation: str, *, mine: bool) -> bool:
         """Whether the process that runs a response is there; this one (`mine`) may not know the response any more."""
-        if slot == self._slot or self._folder is None:
+        if slot == self._slot or self.folder is None:
             return mine and incarnation == self._incarnation
-        return slot_lives(self._folder, slot)
+        return slot_lives(self.folder, slot)
 
 
 def _without_output(response: dict[str, Any]) -> bytes:
@@ -588,98 +539,3 @@ def _num_bytes(items: Sequence[EncodedItem]) -> int:
 def failed(response: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return a response whose end nobody has noted."""
     return {**response, "status": "failed", "error": {"code": "server_error", "message": reason}}
-
-
-def connect(path: Path | str) -> sqlite3.Connection:
-    """Return a connection whose transactions are explicit; one thread at a time may use it.
-
-    Raises:
-        DamagedError: it is no database of this server's.
-    """
-    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    try:
-        _create_tables(connection)  # first: what belongs to others is not changed
-        # A commit costs no fsync: what a process has committed survives its death, and nearly all of it the machine's.
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", f"journal_size_limit = {LOG_BYTES}"):
-            connection.execute(f"PRAGMA {pragma}")
-        connection.execute("PRAGMA secure_delete = ON")  # what was deleted is not left in free pages
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _create_tables(connection: sqlite3.Connection) -> None:
-    """Create the tables in an empty database. Raises `DamagedError` if something else is in it."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        [application] = connection.execute("PRAGMA application_id").fetchone()
-        [version] = connection.execute("PRAGMA user_version").fetchone()
-        if not application and connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-            for statement in TABLES.split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-        elif application != APPLICATION_ID:
-            raise DamagedError("another program's")
-        elif version != VERSION:
-            raise DamagedError(f"another version's (its tables are version {version}, not {VERSION})")
-        connection.execute("COMMIT")
-    finally:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-
-
-def opened(path: Path) -> sqlite3.Connection:
-    """Return a connection to a file, which is created if there is none.
-
-    Raises:
-        DamagedError: it is no database of this server's, or damaged. sqlite3.Error, OSError: not now.
-    """
-    if path.exists() and not path.is_file():
-        raise DamagedError("no file")
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))  # SQLite gives its other files the same mode
-    with _damage():
-        return connect(path)
-
-
-def _checked(path: Path) -> sqlite3.Connection:
-    """As `opened`, but reads the whole file, and moves it aside if it is damaged. A gigabyte takes a second."""
-    try:
-        connection = opened(path)
-        try:
-            with _damage():
-                [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise DamagedError(f"damaged ({found})")
-        except BaseException:
-            connection.close()
-            raise
-    except DamagedError as error:
-        kept = moved_aside(path)
-        logger.warning("%s is %s; it is kept as %s, and no responses are stored now", path, error, kept)
-        return opened(path)
-    return connection
-
-
-@contextlib.contextmanager
-def _damage() -> Iterator[None]:
-    """Raise `DamagedError` for errors of SQLite that mean it."""
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
-            raise DamagedError(f"damaged ({error})") from None
-        raise
-
-
-def moved_aside(path: Path) -> Path:
-    """Rename a database, with the log that belongs to it; return its new path."""
-    number = 1
-    while os.path.lexists(kept := path.with_name(f"{path.name}.damaged-{number}")):
-        number += 1
-    path.rename(kept)
-    for suffix in ("-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + suffix).rename(kept.with_name(kept.name + suffix))
-    return kept

@@ -12,20 +12,18 @@ is found as a `RemoteResponse`, which says where: that process knows how far it 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
-from quire.errors import NotFoundError, QuireError, RequestError
-from quire.server.data_dir import FileLock, StorageError, prepare_data_dir, take_slot
+from quire.errors import NotFoundError, RequestError
+from quire.server.data_dir import prepare_data_dir, take_slot
+from quire.server.database import DatabaseThread
 from quire.server.responses.database import ResponseDatabase, Row, locked
 from quire.server.responses.items import Item
 from quire.server_config import ServerConfig
@@ -34,12 +32,8 @@ logger = logging.getLogger(__name__)
 
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 SAID = frozenset({"completed", "incomplete"})  # of these, input and output go into the conversation
-ANSWER_SECONDS = 4.0  # after which nobody waits for the thread any more: the disk, or a lock, keeps it
-UNAVAILABLE = "stored responses cannot be read or written at the moment"
-LOG_SECONDS = 60.0  # between two warnings
 UNLOCK_SECONDS = 1.0  # until a conversation that could not be unlocked is tried again
 EVENT_END = b"\n\n"
-FAILURES = (sqlite3.Error, OSError, msgspec.MsgspecError)  # of disks and locks, and of what damaged rows hold
 
 T = TypeVar("T")
 decode_items = msgspec.json.Decoder(list[Item]).decode
@@ -160,7 +154,9 @@ class ResponseStore:
         folder = None if config.data_dir is None else prepare_data_dir(config.data_dir)
         lock = None if folder is None else take_slot(folder, slot)
         incarnation = secrets.token_hex(8) if incarnation is None else incarnation
-        self._thread = _DatabaseThread(lambda: ResponseDatabase(config, folder, slot, incarnation, clock), lock)
+        self._thread = DatabaseThread(
+            ResponseDatabase, lambda: ResponseDatabase(config, folder, slot, incarnation, clock), lock
+        )
         self._running: dict[tuple[bytes, str], StoredResponse] = {}
         self._locked: set[tuple[bytes, str]] = set()  # conversations in which this process makes a response
         self._tasks: set[asyncio.Task[None]] = set()
@@ -342,101 +338,3 @@ class ResponseStore:
         """Keep a reference to a background task until it is done."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _DatabaseThread:
-    """The thread that uses a database: it does one thing after the other, in the order in which they are asked for.
-
-    Args:
-        connect: opens the database; tried again later if it fails. lock: held as long as the database is open.
-    """
-
-    def __init__(self, connect: Callable[[], ResponseDatabase], lock: FileLock | None) -> None:
-        self._connect = connect
-        self._lock = lock
-        self._database: ResponseDatabase | None = None
-        self._executor = ThreadPoolExecutor(1, "quire-responses")
-        self._num_failed = 0
-        self._warned = -LOG_SECONDS
-        if lock is not None:
-            self._executor.submit(self._open_early)
-
-    async def run(self, work: Callable[[ResponseDatabase], T]) -> T:
-        """Return what `work` does with the database.
-
-        Raises:
-            StorageError: it fails, or takes more than `ANSWER_SECONDS`; then it is not begun, if it has not been yet.
-        """
-        return await self.submit(work)
-
-    def submit(self, work: Callable[[ResponseDatabase], T]) -> asyncio.Future[T]:
-        """As `run`. The work is done even if nobody waits for it."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        waiting = [work]  # until it is begun
-
-        def report(set_result: Callable[[Any], None], value: Any) -> None:
-            def set_it() -> None:
-                if not result.done():
-                    set_result(value)
-
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(set_it)
-
-        def do() -> None:
-            try:
-                begun = waiting.pop()
-            except IndexError:
-                return  # it was given up
-            try:
-                value = begun(self._open())
-            except QuireError as error:
-                report(result.set_exception, error)
-            except FAILURES as error:
-                self._warn(error)
-                report(result.set_exception, StorageError(UNAVAILABLE))
-            except BaseException as error:  # thread boundary: it is for the caller, who may not look
-                logger.exception("the store of responses failed")
-                report(result.set_exception, error)
-            else:
-                report(result.set_result, value)
-
-        def give_up() -> None:
-            if not result.done():
-                waiting.clear()  # what it holds is freed, however long the disk hangs
-                self._warn(TimeoutError(f"waited for {ANSWER_SECONDS:g} s"))
-                result.set_exception(StorageError(UNAVAILABLE))
-
-        timer = loop.call_later(ANSWER_SECONDS, give_up)
-        result.add_done_callback(lambda result: timer.cancel())
-        self._executor.submit(do)
-        return result
-
-    def _open_early(self) -> None:
-        """Open it, so that a damaged file is known from the start."""
-        try:
-            self._open()
-        except FAILURES as error:
-            self._warn(error)
-
-    def _open(self) -> ResponseDatabase:
-        if self._database is None:
-            self._database = self._connect()
-        return self._database
-
-    def _warn(self, error: Exception) -> None:
-        """Log what failed, but not each time."""
-        self._num_failed += 1
-        if time.monotonic() - self._warned > LOG_SECONDS:
-            logger.warning("stored responses cannot be read or written: %s (failures: %d)", error, self._num_failed)
-            self._warned, self._num_failed = time.monotonic(), 0
-
-    def close(self) -> None:
-        """Do what was asked for, and close the database."""
-        with contextlib.suppress(RuntimeError):  # the garbage collector calls this, in the thread itself
-            self._executor.shutdown()
-        if self._database is not None:
-            self._database.close()
-            self._database = None
-        if self._lock is not None:
-            self._lock.close()
