@@ -83,6 +83,7 @@ class EngineRequest(msgspec.Struct, tag=True):
             second ones.
         priority: lower runs earlier (with the priority policy). cache_salt: prefix blocks are shared only among
             requests with the same salt. tenant: the account it runs on, see `--tenant-weights`.
+        background: whether it runs behind all requests that are not, whatever the policy: nobody waits for it.
         beam: search for the most likely sequences instead of sampling.
         grammar: the tokens after the prompt spell a text of its language (Lark, as `structured.builder` writes it);
             compiled by the engine before the request is queued.
@@ -106,6 +107,7 @@ class EngineRequest(msgspec.Struct, tag=True):
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
+    background: bool = False
     beam: BeamSearchParams | None = None
     grammar: str | None = None
     thinking: ThinkingData | None = None

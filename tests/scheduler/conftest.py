@@ -391,6 +391,7 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     tenant: str = "",
+    background: bool = False,
     beam: BeamSearchParams | None = None,
     grammar: str | None = None,
     **params: object,
@@ -415,6 +416,7 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         tenant=tenant,
+        background=background,
         beam=beam,
         grammar=grammar,
     )

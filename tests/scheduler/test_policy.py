@@ -93,3 +93,48 @@ def test_a_beam_search_is_charged_its_beams_once(run, request_of):
     num_tokens = sum(sequence.num_output_tokens for sequence in cut.sequences)
     crowd.scheduler.abort_requests(["cut"])
     assert cut.num_output_tokens == num_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm", "fair"])
+def test_requests_in_the_background_come_last(run, request_of, policy):
+    r = run(policy=policy, max_num_seqs=1)
+    r.add(request_of("line", 6, 3, background=True, priority=-5), request_of("next", 6, 3, background=True))
+    r.add(request_of("late", 6, 3, arrival_time=9.0, priority=5))
+    r.finish()
+    assert list(r.first) == ["late", "line", "next"]
+
+
+def test_what_somebody_waits_for_is_computed_without_the_background(run, request_of):
+    r = run(num_blocks=64, max_num_batched_tokens=64)
+    r.add(request_of("line", 5, 30, background=True), request_of("long", 40, 3, background=True))
+    r.step()  # nobody else was there for long: a quarter of a step
+    assert r.plans[-1].num_scheduled_tokens == {"line": 5, "long": 1}
+    r.add(request_of("talk", 6, 3))
+    assert r.step().num_scheduled_tokens == {"talk": 6}
+    assert r.step().num_scheduled_tokens == {"talk": 1, "line": 1}  # a little beside what others decode
+    r.add(request_of("more", 100, 1))  # longer than a step
+    assert "line" not in r.step().num_scheduled_tokens | r.step().num_scheduled_tokens
+    r.finish()
+    assert r.scheduler.stats().num_preemptions == 0
+
+
+def test_the_background_gives_up_its_place_and_its_blocks(run, request_of):
+    r = run(num_blocks=8, max_num_seqs=2)
+    r.add(request_of("line", 8, 12, background=True), request_of("other", 8, 12, background=True))
+    while len(r.first) < 2:
+        r.step()
+    r.add(request_of("talk", 20, 4))
+    plan = r.step()
+    assert plan.preempted_sequence_ids == ["other"] and plan.num_scheduled_tokens == {"talk": 20}
+    r.finish()
+    assert r.last["talk"].num_preemptions == 0
+
+
+def test_the_background_goes_on_where_others_wait_for_what_it_has(run, request_of):
+    """No request may block another one for ever."""
+    r = run(num_blocks=6, max_num_seqs=4)
+    r.add(request_of("line", 10, 8, background=True))
+    r.step()
+    r.add(request_of("talk", 16, 6), request_of("more", 16, 6))
+    r.finish()
+    assert set(r.last) == {"line", "talk", "more"}

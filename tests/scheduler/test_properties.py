@@ -6,6 +6,7 @@ The worker of `conftest` checks each position that each sequence attends to; the
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter
 
 import msgspec
@@ -59,8 +60,8 @@ def shared_options(rng: random.Random) -> dict:
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4, 4, 4, 4, 4, 4], [5] * 17]
 
 
-def random_request(rng: random.Random, name: str, request_of, most: int):
-    """One with a single sequence mostly; `most` sequences, or beams, at most."""
+def random_request(rng: random.Random, name: str, request_of, most: int, background: float):
+    """One with a single sequence mostly; `most` sequences, or beams, at most. `background`: how likely it is there."""
     prompt = rng.choice(PROMPTS)[: rng.randint(1, 21)] + rng.choices(range(3), k=rng.choice((0, 0, 1, 3)))
     max_tokens = rng.randint(1, 40)
     kind = rng.random()
@@ -81,6 +82,7 @@ def random_request(rng: random.Random, name: str, request_of, most: int):
         arrival_time=float(rng.randint(0, 3)),
         priority=rng.randint(0, 2),
         tenant=rng.choice("ab"),
+        background=zlib.crc32(name.encode()) / 2**32 < background,
         cache_salt=rng.choice((None, None, "alice", "bob")),
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
         prompt_logprobs=rng.choice((None, None, None, 2)),
@@ -99,6 +101,7 @@ class RandomLoad:
         self.run = run(kind, depth=1 + seed % 3, **options, clock=lambda: len(self.run.plans) / 2)
         self.rng = random.Random(seed)
         self.num_proposed = 0
+        self.background = (0.0, 0.0, 0.3, 0.9)[seed // 3 % 4]
         self.request_of = request_of
         self.most = min(4, options["max_num_seqs"], options["max_num_batched_tokens"])
         self.aborted: set[str] = set()
@@ -106,7 +109,8 @@ class RandomLoad:
     def operate(self) -> None:
         draw = self.rng.random()
         if draw < 0.3:
-            self.run.add(random_request(self.rng, f"r{len(self.run.requests)}", self.request_of, self.most))
+            name = f"r{len(self.run.requests)}"
+            self.run.add(random_request(self.rng, name, self.request_of, self.most, self.background))
         elif draw < 0.34:
             self.abort()
         elif draw < 0.35:
@@ -162,7 +166,9 @@ class RandomLoad:
 
     def check_step(self) -> None:
         """Step, and check who advances."""
-        scheduler, live_before = self.run.scheduler, list(self.run.scheduler.requests.running)
+        scheduler = self.run.scheduler
+        running = list(scheduler.requests.running)
+        live_before = [request for request in running if not request.background]
         oldest = live_before[0] if live_before else None
         # Of a request that is half computed again, what others of its sequences take may make one wait.
         whole = [
@@ -177,7 +183,7 @@ class RandomLoad:
         if isinstance(scheduler.planner, PrefillFirstPlanner):
             if names & decodes:  # a step is all prompts or no prompts: who joins has been swapped in
                 assert set(plan.num_scheduled_tokens.values()) == {1}
-                assert all(r.num_preemptions for r in scheduler.requests.running if r not in live_before)
+                assert all(r.num_preemptions for r in scheduler.requests.running if r not in running)
         elif sum(map(len, left.values())) + num_others <= scheduler.admission.max_num_batched_tokens // 2:
             preempted = set(plan.preempted_sequence_ids)
             for request in whole:  # everybody's decode advances who was not preempted

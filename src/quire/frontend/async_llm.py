@@ -225,6 +225,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        background: bool = False,
         param: str = "prompt",
         message_spec: MessageSpec | None = None,
         max_ttft: float | None = None,
@@ -238,9 +239,10 @@ class AsyncLLM:
             sampling_params: None takes the model's defaults; `BeamSearchParams` have one output, with all beams.
             request_id: None makes one up. priority: lower runs earlier, with the priority policy.
             cache_salt: prefix blocks are shared only among requests with the same salt. lora_request: its adapter.
-            tenant: the account it runs on. param: what errors call the prompt. message_spec: what the message that
-                follows may contain; None for a plain completion. max_ttft: most seconds to the first token; see
-                `check_room`. wait: how to wait for a worker process; the server ends that when the client is gone.
+            tenant: the account it runs on. background: whether it runs behind all others. param: what errors call the
+                prompt. message_spec: what the message that follows may contain; None for a plain completion.
+                max_ttft: most seconds to the first token; see `check_room`. wait: how to wait for a worker process; the
+                server ends that when the client is gone.
 
         Raises:
             RequestError: the request is malformed. ContextLengthError: it does not fit.
@@ -272,6 +274,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            background=background,
             grammar=grammar,
             thinking=thinking,
             lora=lora_request,

@@ -20,6 +20,7 @@ class ScheduledStep:
     Attributes:
         started: when planning began, in seconds of the scheduler's clock.
         budget: tokens that may still be scheduled.
+        background: whether requests in the background are being scheduled, after all others (`UnifiedPlanner`).
         in_flight: the steps before this one whose results are not known.
         scheduled: its sequences, each with `max_sampled`, the most tokens that may become final for it by the result:
             the number of drafts verified and one more, 0 if not all tokens of the sequence are computed in it.
@@ -36,7 +37,7 @@ class ScheduledStep:
         self.budget = self._max_tokens = budget
         self.in_flight = in_flight
         self.num_remaining_prompt_blocks = 0
-        self.out_of_blocks = self.computes_prompts = False
+        self.out_of_blocks = self.computes_prompts = self.background = False
         self.new_sequences: list[NewSequenceData] = []
         self.continuing: list[ContinuingSequenceData] = []
         self.num_scheduled: dict[str, int] = {}

@@ -5,6 +5,7 @@ When a request moves is decided elsewhere: by `admission` and the planners, and 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -51,6 +52,10 @@ class RequestQueue:
     def peek(self) -> Request | None:
         """Return the first request, or None."""
         return self._requests[0] if self._requests else None
+
+    def last(self) -> Request | None:
+        """Return the last request, or None."""
+        return self._requests[-1] if self._requests else None
 
     def remove(self, request: Request) -> None:
         """Remove a request, whose status is still what it was when it was pushed."""
@@ -129,7 +134,10 @@ class LiveRequests:
             request.transition(RequestStatus.WAITING)
         else:
             self._register(request)
-        request.order_key = self._policy.key(request, self.num_added)
+        if request.background:  # behind all others; and what it takes is on nobody's account
+            request.order_key = (math.inf, request.engine_request.arrival_time, self.num_added)
+        else:
+            request.order_key = self._policy.key(request, self.num_added)
         self.num_added += 1
         self.waiting.push(request)
 
@@ -163,7 +171,8 @@ class LiveRequests:
         insort(self.running, request, key=BY_ORDER)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._clock()
-        self._policy.admitted(request)
+        if not request.background:
+            self._policy.admitted(request)
 
     def preempt(self, request: Request, status: RequestStatus) -> list[str]:
         """Move a running request back to the waiting ones; return the ids of the sequences that leave the worker.
@@ -226,7 +235,7 @@ class LiveRequests:
         request.is_forked = True
         request.transition(status)
         del self._requests[request.request_id]
-        if request.order_key:
+        if request.order_key and not request.background:
             self._policy.ended(request)
         if self.on_finished is not None:
             self.on_finished(request.engine_request)

@@ -184,6 +184,7 @@ class Request:
         aborted_ids: of sequences that were aborted before that.
         order_key: its place in the scheduling order, smaller is earlier; set when it is queued.
         max_total_tokens: most tokens of a sequence, prompt included; set by the scheduler.
+        background: whether it runs behind those that are not.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before.
         num_expected_tokens: what the prefix cache held of it at the first look-up; None before.
         num_host_tokens, num_disk_tokens: of the cached tokens, those that were loaded from the host, and from disk.
@@ -200,6 +201,7 @@ class Request:
             raise RequestError("the prompt must have at least one token", param="prompt")
         self.engine_request = engine_request
         self.request_id = engine_request.request_id
+        self.background = engine_request.background
         self.num_prompt_tokens = len(engine_request.prompt_token_ids)
         self.stop_ids = frozenset(engine_request.stop_ids)
         self.beam: BeamSearch | None = None

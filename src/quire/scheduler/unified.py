@@ -12,6 +12,9 @@ Why it cannot livelock: running requests are kept in policy order and served in 
 preempted, and none is admitted in a step that preempted for lack of blocks. So the first one always advances, and one
 that could outgrow the whole pool is ended before it does.
 
+Requests in the background, such as the lines of batches, come behind all others, and stay out of steps for whose result
+somebody waits (`_background_budget`).
+
 Cost is linear in the sequences scheduled and independent of the number waiting and of how many tokens each has.
 """
 
@@ -29,6 +32,12 @@ LONG_PROMPT_MIN = 256
 
 OLDEST_SHARE = 4  # a fourth of the prompts' budget is kept for the oldest
 UNFINISHED_SHARE = 16  # one that cannot end in the step gets a sixteenth of it at least
+
+# Who arrives waits for the step that is being computed; requests in the background must not make it long. They get one
+# part in BACKGROUND_SHARE of the budget, and one in IDLE_SHARE if there was no other request for IDLE_SECONDS.
+BACKGROUND_SHARE = 64
+IDLE_SHARE = 4
+IDLE_SECONDS = 30.0
 
 
 class UnifiedPlanner:
@@ -55,6 +64,7 @@ class UnifiedPlanner:
         )
         # `capacity_version` when no preemption would have made room for the first waiting request.
         self._version_of_vain_search: tuple[int, int, int] | None = None
+        self._last_foreground = -IDLE_SECONDS  # when there was a request that is not in the background
 
     def refusal(self, request: Request) -> ErrorData | None:
         return self.admission.refusal(request)
@@ -63,12 +73,47 @@ class UnifiedPlanner:
         """See `Planner`; this planner keeps nothing of finished steps."""
 
     def plan(self, step: ScheduledStep) -> None:
-        """Schedule running requests first, then waiting ones."""
-        if self.admission.policy.preempts:
-            self._preempt_for_priority(step)
+        """Schedule running requests first, then waiting ones; then those in the background, likewise."""
+        running, waiting = self._requests.running, self._requests.waiting
+        last = waiting.last()
+        if not (running and running[-1].background) and (last is None or not last.background):
+            if running or last is not None:
+                self._last_foreground = step.started
+            if self.admission.policy.preempts:
+                self._preempt_for_priority(step)
+            self._schedule(step)
+            return
+        self._preempt_for_priority(step)
+        self._schedule(step)
+        allowed = self._background_budget(step)
+        if allowed:
+            left, step.budget = step.budget, min(step.budget, allowed)
+            left -= step.budget
+            step.background, step.shares = True, None
+            self._schedule(step)
+            step.budget += left
+
+    def _schedule(self, step: ScheduledStep) -> None:
         self._schedule_running(step)
         if not step.out_of_blocks:
             self._schedule_waiting(step)
+
+    def _background_budget(self, step: ScheduledStep) -> int:
+        """Return how many tokens of a step in which all others are scheduled may be of requests in the background.
+
+        0 if somebody waits for a first token, which comes the sooner the shorter the step is. But if nobody gets any
+        further in this step they go on: they may have what others lack.
+        """
+        head, running = self._requests.waiting.peek(), self._requests.running
+        waits = head is not None and not head.background
+        if waits or (running and not running[0].background):
+            self._last_foreground = step.started
+        if waits or step.new_sequences or max(step.num_scheduled.values(), default=1) > 1:
+            return 0 if step.num_scheduled or step.in_flight else step.budget
+        if self.whole_prompts:
+            return step.budget
+        is_idle = step.started - self._last_foreground >= IDLE_SECONDS
+        return max(self.admission.max_num_batched_tokens // (IDLE_SHARE if is_idle else BACKGROUND_SHARE), 1)
 
     # ---- shares ----
 
@@ -89,6 +134,8 @@ class UnifiedPlanner:
         num_decode_tokens = 0
         prompts: list[tuple[str, int]] = []  # of running requests first: only these surely use their share
         for request in self._requests.running:
+            if request.background is not step.background:
+                continue
             for sequence in request.sequences:
                 if sequence.sequence_id in step.num_scheduled:
                     continue
@@ -101,7 +148,7 @@ class UnifiedPlanner:
         num_running = len(prompts)
         if self._may_admit(step):
             num_sequences = self._requests.num_reserved_slots
-            for request in self._candidates():
+            for request in self._candidates(step):
                 num_sequences += request.num_sequences
                 if num_sequences > self.admission.max_num_seqs:
                     break
@@ -140,7 +187,7 @@ class UnifiedPlanner:
         """
         admission, head, running = self.admission, self._requests.waiting.peek(), self._requests.running
         num_staying = len(running)
-        while head is not None and num_staying and _outranks(head, running[num_staying - 1]):
+        while head is not None and num_staying and self._outranks(head, running[num_staying - 1]):
             num_staying -= 1
         if head is None or num_staying == len(running) or self._version_of_vain_search == admission.capacity_version():
             return
@@ -154,6 +201,18 @@ class UnifiedPlanner:
             return
         while len(running) > num_staying and not self._fits_beside(len(running), head):
             admission.preempt(running[-1], step)
+
+    def _outranks(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request may preempt a running one: it is not in the background as that is, or ranks higher.
+
+        That is, with the policy of priorities, it has a better priority, also with ageing.
+        """
+        if running.background or waiting.background:
+            return not waiting.background
+        if not self.admission.policy.preempts:
+            return False
+        priority = running.engine_request.priority
+        return priority > waiting.engine_request.priority and running.order_key > waiting.order_key
 
     def _fits_beside(self, num_staying: int, request: Request) -> bool:
         """Whether a waiting request could be admitted if all running ones but the first `num_staying` were preempted.
@@ -180,12 +239,14 @@ class UnifiedPlanner:
         Prompts and drafts leave one token of the budget to each sequence behind them, so that decodes never wait.
         """
         admission, kv, running = self.admission, self._kv, self._requests.running
-        num_behind = sum([len(request.sequences) for request in running])
+        num_behind = sum([len(request.sequences) for request in running if request.background is step.background])
         may_offload = kv.pool.num_layerwise > 0
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
             index += 1
+            if request.background is not step.background:
+                continue
             sequences = tuple(request.sequences)  # those forked on the way draw from their parent's step
             if may_offload and not self._may_decode(request, running[index:], step):
                 num_behind -= len(sequences)
@@ -252,9 +313,10 @@ class UnifiedPlanner:
 
     # ---- waiting requests ----
 
-    def _candidates(self) -> list[Request]:
+    def _candidates(self, step: ScheduledStep) -> list[Request]:
         """Return the waiting requests to try, in order."""
         window = self.admission.first_waiting(WINDOW)
+        window = [request for request in window if request.background is step.background]
         by_prefix = self.admission.policy.longest_prefix_first and len(window) > 1
         if by_prefix and self.admission.seconds_passed_over(window[0]) < self.max_overtake_seconds:
             window.sort(key=lambda request: -self._kv.find_prefix(request.sequences[0]).num_tokens)
@@ -282,7 +344,7 @@ class UnifiedPlanner:
         if not self._may_admit(step):
             return
         lacks_room, all_tried = False, True
-        for request in self._candidates():
+        for request in self._candidates(step):
             if step.budget <= 0 or self._requests.num_reserved_slots >= admission.max_num_seqs:
                 return
             first = request.sequences[0]
@@ -331,11 +393,6 @@ class UnifiedPlanner:
             if step.budget > 0 and not sibling.on_worker and sibling.num_computed_tokens == 0:
                 admission.start(sibling, min(step.budget, admission.max_tokens_per_sequence), step)
         return AdmitResult.ADMITTED
-
-
-def _outranks(waiting: Request, running: Request) -> bool:
-    """Whether a waiting request may preempt a running one: it has a better priority, also with ageing."""
-    return running.engine_request.priority > waiting.engine_request.priority and running.order_key > waiting.order_key
 
 
 def share_tokens(budget: int, num_tokens: list[int], max_new_tokens: int, long_chunk: int) -> list[int]:
