@@ -29,7 +29,7 @@ from quire.errors import ConfigError
 from quire.options import option
 
 if TYPE_CHECKING:
-    from quire.server.batches import Batch
+    from quire.server.batches.lines import Batch
 
 STDIO = "-"
 PROGRESS_SECONDS = 10.0
@@ -101,7 +101,7 @@ async def _answer_all(
 ) -> tuple[int, int]:
     """Answer all requests; return how many there were, and how many of them failed."""
     from quire.server.app import build_app  # heavy: only once the options are known to be good
-    from quire.server.batches import Batch
+    from quire.server.batches.lines import Batch, split_lines
     from quire.server.generation import MAX_PROMPTS
 
     config = with_long_queues(config, (concurrency + 1) * MAX_PROMPTS)
@@ -110,17 +110,8 @@ async def _answer_all(
         app = build_app(llm, config)
         batch = Batch(app, concurrency=concurrency, max_body_bytes=limit, check=llm.check_health)
         async with _progress(batch):
-            await batch.run(_lines(source, batch.reader.longest), write)
+            await batch.run(split_lines(source, batch.reader.longest), write)
     return batch.num_done, batch.num_failed
-
-
-def _lines(source: IO[bytes], longest: int) -> Iterator[bytes]:
-    """Yield lines; one that is too long is cut off behind the first byte too many."""
-    while line := source.readline(longest + 2):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = source.readline(SPOOL_BYTES)
-        yield line
 
 
 @contextlib.asynccontextmanager
