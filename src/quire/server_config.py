@@ -12,6 +12,7 @@ from quire.options import check_rules, option
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 LONGEST_SOCKET_PATH = 107  # what fits into the kernel's address of a Unix socket
+MEMORY_BODIES = 8  # without --data-dir all files may have so many times --max-body-bytes
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -144,8 +145,8 @@ class ServerConfig:
     # Responses and conversations that are kept for later (POST /v1/responses, /v1/conversations).
     data_dir: str | None = option(
         None,
-        "Folder on a local disk for what must survive restarts, which are stored responses and conversations; created "
-        "if there is none. Default: they are kept in memory.",
+        "Folder on a local disk for what must survive restarts: stored responses and conversations, files and batches; "
+        "created if there is none. Default: they are kept in memory.",
         metavar="DIR",
     )
     max_stored_responses: int = option(
@@ -167,6 +168,37 @@ class ServerConfig:
         low=1.0,
         high=2592000.0,
         metavar="SECONDS",
+    )
+
+    # Files and batches (POST /v1/files, /v1/batches, /v1/messages/batches).
+    max_file_bytes: int = option(
+        200 * 2**20,
+        "Largest file that can be uploaded, such as 200MiB; without --data-dir it is --max-body-bytes.",
+        low=1024,
+        size=True,
+        metavar="SIZE",
+    )
+    max_stored_file_bytes: int = option(
+        2 * 2**30,
+        "Space in --data-dir for the files and batch results of one API key, such as 2GiB; without --data-dir all keys "
+        "together have 8 x --max-body-bytes.",
+        low=1024,
+        size=True,
+        metavar="SIZE",
+    )
+    stored_file_ttl: float = option(
+        2592000.0,
+        "Seconds for which a file is kept, and a batch after its end.",
+        low=1.0,
+        high=31536000.0,
+        metavar="SECONDS",
+    )
+    max_batch_concurrency: int | None = option(
+        None,
+        "Maximum number of batch lines that run at a time; default: a quarter of --max-num-seqs.",
+        low=1,
+        high=65536,
+        metavar="N",
     )
 
     # Several models in one server.
@@ -301,6 +333,11 @@ class ServerConfig:
     def path_prefix(self) -> str:
         """`root_path` as it stands before paths: without a slash at its end."""
         return self.root_path.rstrip("/")
+
+    @property
+    def memory_file_bytes(self) -> int:
+        """Most bytes of all files and batch results together where there is no data directory."""
+        return MEMORY_BODIES * self.max_body_bytes
 
     @property
     def local(self) -> bool:

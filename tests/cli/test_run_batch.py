@@ -142,7 +142,7 @@ def test_many_requests_run_together_but_not_too_many(batch: Any, engine: Engine)
 
 
 def test_requests_for_which_there_is_no_room_are_asked_again(batch: Any, engine: Engine, monkeypatch: Any) -> None:
-    monkeypatch.setattr("quire.server.batches.LONGEST_WAIT", 0.0)
+    monkeypatch.setattr("quire.server.batches.lines.LONGEST_WAIT", 0.0)
     result = batch([line(str(number)) for number in range(3)], "--max-concurrency", "3", "--max-num-queued-reqs", "1")
     assert result.code == 0, result.lines
 

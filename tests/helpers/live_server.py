@@ -100,10 +100,13 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         if start:
             await self.llm.start()
+        self.app.state.batch_runner.start()
         self._up.set()
         await self._server.serve(sockets=[self.listener])
+        await self.app.state.batch_runner.stop()
         await self.llm.close()
         self.context.responses.close()
+        self.context.batches.close()
 
     @property
     def engine(self) -> FakeEngine:

@@ -47,8 +47,8 @@ def run(values: dict[str, Any]) -> int:
     remove_stale_data_dirs()
     with contextlib.ExitStack() as stack:
         if config.server.api_server_count > 1 and config.server.data_dir is None:
-            # Only in a file can they share stored responses.
-            room = ROOM_FACTOR * config.server.max_stored_response_bytes
+            # Only in files can they share stored responses and batches.
+            room = ROOM_FACTOR * (config.server.max_stored_response_bytes + config.server.memory_file_bytes)
             config = config.replace(data_dir=str(stack.enter_context(temporary_data_dir(room))))
         listener = stack.enter_context(listening(config.server))
         front_args = {

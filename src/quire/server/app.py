@@ -26,7 +26,11 @@ from quire.server import (
     timeline,
     tokenize,
 )
+from quire.server.anthropic import batches as message_batches
 from quire.server.anthropic import routes as anthropic
+from quire.server.batches import openai as batches
+from quire.server.batches.records import ANTHROPIC, OPENAI
+from quire.server.batches.runner import CONCURRENCY_SHARE, BatchRunner
 from quire.server.context import ServerContext
 from quire.server.cors import CrossOrigin
 from quire.server.errors import on_http_exception, on_quire_error
@@ -69,6 +73,15 @@ def build_app(
     if metrics is not None and isinstance(llm, AsyncLLM):
         metrics.model(context.models.first.names[0]).attach(llm)
     app.state.context = context
+    app.state.batch_runner = BatchRunner(
+        app,
+        context.batches,
+        shared,
+        context.fronts,
+        formats={OPENAI: batches.OpenAIFormat(), ANTHROPIC: message_batches.AnthropicFormat()},
+        concurrency=config.server.max_batch_concurrency or max(config.scheduler.max_num_seqs // CONCURRENCY_SHARE, 1),
+        max_body_bytes=config.server.max_body_bytes,
+    )
     relay.answer_fronts(context.fronts)
     health.answer_fronts(context)
     playground.answer_fronts(context)
@@ -80,7 +93,7 @@ def build_app(
     app.add_exception_handler(QuireError, on_quire_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     for module in (
-        *(completions, chat, responses, conversations, anthropic, ollama),
+        *(completions, chat, responses, conversations, batches, anthropic, message_batches, ollama),
         *(pooling, tokenize, timeline, models, health),
     ):
         app.include_router(module.router)

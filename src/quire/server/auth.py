@@ -108,6 +108,12 @@ class ApiKeys:
             raise _refusal("the API key is not valid")
         return digest
 
+    def check_line(self, owner: bytes) -> bytes | None:
+        """Return the digest of the key of a batch, as `check`. Raises `HTTPProblem`: 401, it is not valid any more."""
+        if self._keys and owner not in self._keys:
+            raise _refusal("the API key of this batch is not valid any more")
+        return owner or None
+
     def get(self, digest: bytes | None) -> ApiKey | None:
         """Return the key of this digest; None if there is none, or no longer."""
         return None if digest is None else self._keys.get(digest)

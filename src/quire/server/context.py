@@ -15,6 +15,8 @@ from quire.engine_request import LoRARequest
 from quire.errors import OverloadedError
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.auth import ApiKeys
+from quire.server.batches.lines import is_line
+from quire.server.batches.store import BatchStore
 from quire.server.fronts import Fronts
 from quire.server.limits import time_limit
 from quire.server.metrics import Metrics
@@ -46,6 +48,7 @@ class ServerContext:
         draining: set once the server has begun to shut down; new requests are refused from then on.
         jobs: those that an engine works on, or whose responses are being sent. records: of these, and of the last
             finished ones. tracing: None without an endpoint for traces. responses: the stored ones.
+        batches: stored files and batches.
     """
 
     def __init__(self, models: SharedModels, config: EngineConfig, metrics: Metrics | None, fronts: Fronts) -> None:
@@ -58,6 +61,7 @@ class ServerContext:
         self.draining = False
         self.jobs: set[Abortable] = set()
         self.responses = ResponseStore(config.server, slot=fronts.row)
+        self.batches = BatchStore(config.server)  # behind the other, which takes the data directory
         self.records = RequestRecords()
         self.records.answer_fronts(fronts)
         endpoint = config.server.otlp_traces_endpoint
@@ -95,9 +99,9 @@ class ServerContext:
     def open_request(self, scope: Scope) -> Iterator[None]:
         """Count a request as running while the block runs, then release the models it has used.
 
-        One that another front has forwarded counts there.
+        One that another front has forwarded counts there. Nobody waits for lines of batches, which go on later.
         """
-        count = 0 if is_relayed(scope) else 1
+        count = 0 if is_relayed(scope) or is_line(scope) else 1
         self._count_open(count)
         try:
             yield

@@ -153,6 +153,11 @@ def temporary_data_dir(num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_temporary(folder: Path) -> bool:
+    """Whether a folder is one of `temporary_data_dir`."""
+    return (folder / TEMPORARY_LOCK).exists()
+
+
 def remove_stale_data_dirs() -> None:
     """Remove the temporary folders that killed servers of this user have left."""
     for parent in {MEMORY, Path(tempfile.gettempdir())}:

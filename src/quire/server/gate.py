@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire import logs
 from quire.errors import QuireError
 from quire.server.access_log import log_access, unlogged_paths
+from quire.server.batches.lines import LINE, is_line
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorResponse, HTTPProblem, retry_headers, shutting_down
 from quire.server.limits import ConcurrencySlot, Quota, RateLimitError, set_deadline
@@ -61,19 +62,23 @@ class Gate:
             if not exchange.status:
                 await ErrorResponse(problem)(scope, receive, exchange.send)
         finally:
-            if not exchange.relayed:
+            if not (exchange.relayed or exchange.is_line):
                 self._record(scope, exchange)
 
     async def _admit(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
         context = self._context
         _check_head(scope)
         method, path = scope["method"], route_path(scope)
-        digest = context.keys_for(method, path).check(method, path, scope["headers"])
+        if exchange.is_line:  # it counts for the tokens of its key only, and has the time of its batch
+            digest = context.keys.check_line(scope["state"][LINE])
+        else:
+            digest = context.keys_for(method, path).check(method, path, scope["headers"])
         scope["state"]["key_digest"] = digest
-        if not exchange.relayed:
-            exchange.quota = context.keys.quota(digest)
-        quota = scope["state"]["quota"] = exchange.quota
-        set_deadline(scope, context.config.server.request_timeout)
+        scope["state"]["quota"] = context.keys.quota(digest) if exchange.is_line else None
+        if not (exchange.relayed or exchange.is_line):
+            exchange.quota = scope["state"]["quota"] = context.keys.quota(digest)
+        quota = exchange.quota
+        set_deadline(scope, None if exchange.is_line else context.config.server.request_timeout)
         if path in ALWAYS_SERVED:
             await self._app(scope, receive, exchange.send)
             return
@@ -116,7 +121,8 @@ class _Exchange:
 
     Attributes:
         request_id: the client's, or a new one. status: once there is one. quota: of its key if it has limits.
-        relayed: whether another front has forwarded it, which limits and records it.
+        relayed: whether another front has forwarded it, which limits and records it. is_line: whether it is a line of a
+            batch, which the batch accounts for.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -130,6 +136,7 @@ class _Exchange:
         self._state = scope.setdefault("state", {})
         self._state["request_id"] = self.request_id
         self.relayed = is_relayed(scope)
+        self.is_line = is_line(scope)
         self._send = send
 
     async def send(self, message: Message) -> None:

@@ -11,6 +11,7 @@ from quire.errors import OverloadedError, QuireError
 from quire.frontend.output_processor import RequestStream
 from quire.frontend.prompts import Params, Prompt
 from quire.server.access_log import log_prompt
+from quire.server.batches.lines import is_line
 from quire.server.context import ModelContext
 from quire.server.errors import shutting_down
 from quire.server.limits import Deadline, Held, Quota, RateLimitError, deadline_of
@@ -86,6 +87,7 @@ class EngineJob:
             "priority": self.body.priority,
             "cache_salt": keys.salt(digest, cache_salt),
             "tenant": keys.tenant(digest, self.body.user),
+            "background": is_line(self.context.request.scope),
         }
 
     def add(self, stream: RequestStream, params: Params) -> None:

@@ -87,7 +87,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     """Say which statuses an operation answers with."""
     name = ERRORS[family_of(path)][0]
     if "requestBody" in operation:  # a null field is an absent one, also where it is unknown
-        body = operation["requestBody"]["content"][JSON]["schema"]
+        [content] = operation["requestBody"]["content"].values()
+        body = content["schema"]
         if body.get("additionalProperties") is False:
             body["additionalProperties"] = {"type": "null"}
     responses = operation["responses"]

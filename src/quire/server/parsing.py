@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -67,11 +67,17 @@ async def read_body(request: Request, limit: int, *, any_type: bool = False) -> 
     Raises:
         HTTPProblem: 413 too large, 415 not JSON or compressed, 408 too slow, 400 cut off.
     """
-    _check_headers(request, limit, any_type=any_type)
-    chunks: list[bytes] = []
+    _check_headers(request, any_type=any_type)
+    return b"".join([part async for part in body_parts(request, limit)])
+
+
+async def body_parts(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    """Yield the body of a request as it comes, no more than `limit` bytes. Raises as `read_body`, but for its type."""
+    _check_length(request, limit)
     size = 0
     started = time.monotonic()
-    while True:
+    more = True
+    while more:
         try:
             async with asyncio.timeout(min(BODY_SECONDS, started + BODY_SECONDS + size / BODY_RATE - time.monotonic())):
                 part = await request.receive()
@@ -85,12 +91,11 @@ async def read_body(request: Request, limit: int, *, any_type: bool = False) -> 
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
-        chunks.append(chunk)
-        if not part.get("more_body", False):
-            return b"".join(chunks)
+        more = part.get("more_body", False)
+        yield chunk
 
 
-def _check_headers(request: Request, limit: int, *, any_type: bool) -> None:
+def _check_headers(request: Request, *, any_type: bool) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     any_type = any_type and not BROWSER_HEADERS.intersection(request.headers)
     if kind != "application/json" and not any_type:
@@ -100,6 +105,10 @@ def _check_headers(request: Request, limit: int, *, any_type: bool) -> None:
             code="unsupported_content_type",
             close=True,
         )
+
+
+def _check_length(request: Request, limit: int) -> None:
+    """Raise `HTTPProblem` for a body that is compressed, or said to be larger than `limit`."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise HTTPProblem(

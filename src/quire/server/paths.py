@@ -30,9 +30,9 @@ ALWAYS_SERVED = OPEN_PATHS | {
     STATE_PATH,
 }
 UNLOGGED = PROBES | {"/load", "/metrics", STATE_PATH}
-# A key's limits do not count these methods, nor the route that cancels a response, which is how slots become free.
+# A key's limits do not count these methods, nor the routes that cancel responses and batches: so slots become free.
 UNLIMITED_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
+CANCEL_PATH = re.compile(r"/v1/(responses|batches|messages/batches)/[^/]+/cancel")
 # A POST to these submits requests to an engine.
 ENGINE_PATHS = frozenset(
     {

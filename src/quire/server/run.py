@@ -32,6 +32,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stats import StatListener
 from quire.server.app import build_app
 from quire.server.auth import ApiKeys, with_key_weights
+from quire.server.batches.runner import BatchRunner
 from quire.server.context import ServerContext
 from quire.server.fronts import Fronts
 from quire.server.health import liveness
@@ -158,6 +159,7 @@ class _Front:
         pool = create_pool(entries, config.server, make_llm, self.metrics, supervisor)
         app = build_app(pool, config, self.metrics, supervisor)
         self.context: ServerContext = app.state.context
+        self.batches: BatchRunner = app.state.batch_runner
         options = uvicorn_config(
             app,
             config.server,
@@ -190,10 +192,12 @@ class _Front:
                     model.llm.refresh_stats()  # those of an engine that has worked for another front
                 gc.freeze()  # what was imported stays: looking through it takes a tenth of a second and more
                 self.supervisor.ready(self.context.models.first.names[0])
+                self.batches.start()
                 await self._until_stopped(tasks[0])
                 await self._drain(self.config.server.shutdown_timeout)
         finally:
             self.context.draining = True
+            await self.batches.stop()
             self.supervisor.stopping()
             self.http.should_exit = True
             closing = asyncio.ensure_future(self.context.models.close())  # beside HTTP: each takes a moment
@@ -256,6 +260,7 @@ class _Front:
     async def _drain(self, seconds: float) -> None:
         """Refuse new requests, let the others end for so long, then abort them. An engine that dies is replaced."""
         self.context.draining = True
+        await self.batches.stop()
         if self.context.num_open:
             logger.info("shutting down: %d requests may end within %g s", self.context.num_open, seconds)
         await self._wait_idle(seconds)

@@ -38,7 +38,7 @@ async def create_message(request: Request) -> Response:
         await chat.start()
     answer = Answer(chat, body.max_tokens, translation.shows_thinking)
     stream_type = EventStream if body.stream else None
-    return await respond(request, answer, translation.names, stream_type, _headers(request))
+    return await respond(request, answer, translation.names, stream_type, request_id_header(request))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
@@ -49,7 +49,7 @@ async def count_tokens(request: Request) -> Response:
         chat = await process_body(request, lambda: _chat(context, body, translation))
         token_ids = await chat.render()
     answer = {"input_tokens": len(token_ids)}
-    return json_response(answer, headers=_headers(request))
+    return json_response(answer, headers=request_id_header(request))
 
 
 async def _translated(request: Request, model: type[R]) -> tuple[R, ModelContext, Translation]:
@@ -65,6 +65,6 @@ def _chat(context: ModelContext, body: ConversationRequest, translation: Transla
     return ChatCompletion(context, chat_body, "msg")
 
 
-def _headers(request: Request) -> dict[str, str]:
+def request_id_header(request: Request) -> dict[str, str]:
     """Return the header in which Anthropic's clients look for the id of a request."""
     return {"request-id": request.scope["state"]["request_id"]}
