@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.checks import Fields, Refused, check_not_empty, check_unicode, list_items, wrong_value
-from quire.errors import NotFoundError, RequestError
+from quire.errors import NotFoundError, QuireError, RequestError
 from quire.server.anthropic.routes import request_id_header
 from quire.server.batches.openai import content_response, owner_of, runner_of, say_where, store_of
 from quire.server.batches.records import ANTHROPIC, DAY, MESSAGES, RESULTS, BatchRecord, new_id
@@ -34,6 +34,7 @@ PREFIX = "/v1/messages/batches"
 URL = "/v1/messages"
 JSONL = "application/x-jsonl"
 CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+UNRUN = {"cancelled": "canceled", "expired": "expired"}  # by status, the count of what was not run
 WRITTEN_AT_ONCE = 256  # requests
 BATCHES_QUERY: QuerySchema = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20},
@@ -70,7 +71,12 @@ async def create_message_batch(request: Request) -> Response:
         expires_at=now + DAY,
         num_lines=len(lines),
     )
-    await store.run(lambda database: database.insert_batch(owner, batch, [MESSAGES]))
+    try:
+        await store.run(lambda database: database.insert_batch(owner, batch, [MESSAGES]))
+    except QuireError:
+        await store.run(lambda database: database.delete_file(owner, writer.file_id, [MESSAGES]))
+        await store.remove([writer.file_id])
+        raise
     await runner_of(request).tell()
     say_where(request)
     return _response(request, batch)
@@ -164,9 +170,8 @@ def _batch_object(batch: BatchRecord) -> dict[str, Any]:
     """Return the resource. Counts are those of the end, as of Anthropic: until then all requests are processing."""
     counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
     if batch.finished:
-        rest = batch.num_lines - batch.num_completed - batch.num_failed
         counts |= {"succeeded": batch.num_completed, "errored": batch.num_failed}
-        counts["canceled" if batch.status == "cancelled" else "expired"] = rest
+        counts[UNRUN.get(batch.status, "errored")] += batch.num_unrun
     else:
         counts["processing"] = batch.num_lines
     status = "ended" if batch.finished else "canceling" if batch.status == "cancelling" else "in_progress"

@@ -268,7 +268,8 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 
 def _batch_object(batch: BatchRecord) -> dict[str, Any]:
     """Return the resource."""
-    counts = {"total": batch.num_lines, "completed": batch.num_completed, "failed": batch.num_failed}
+    num_failed = batch.num_failed + batch.num_unrun
+    counts = {"total": batch.num_lines, "completed": batch.num_completed, "failed": num_failed}
     shown: dict[str, Any] = {
         "id": batch.batch_id,
         "object": "batch",

@@ -44,7 +44,8 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     Attributes:
         api: whose routes show it. status: in OpenAI's words. input_file_id, output_file_id, error_file_id: its files.
         created_at and so on: seconds since 1970; None for what has not happened. expires_at: from when on no line is
-            run. num_lines, num_completed, num_failed: its lines; the last two as far as results are stored.
+            run. num_lines, num_completed, num_failed: its lines; the last two as far as results are stored. num_unrun:
+            at the end, those without a result.
         errors: why it failed. usage: tokens of all results, by `COUNTS`. output_seconds: for which its output is kept;
             None for as long as any file. metadata: the client's.
     """
@@ -68,6 +69,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0
+    num_unrun: int = 0
     errors: list[dict[str, Any]] = []
     usage: dict[str, int] = {}
     output_seconds: int | None = None

@@ -338,7 +338,7 @@ class BatchRunner:
                 record,
                 output_file_id=good.file_id if good.file_id in names else None,
                 error_file_id=bad.file_id if bad is not good and bad.file_id in names else None,
-                num_failed=record.num_failed + num_left,
+                num_unrun=num_left,
                 num_lines=record.num_completed + record.num_failed + num_left,
                 **_end(work.reason, self._now()),
             )
