@@ -66,7 +66,7 @@ def test_errors_of_the_protocol(
     check_refused(server.http.post(path, content=content, headers=headers), status=status)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages/batches", "/api/nope", "/v1/nope"])
+@pytest.mark.parametrize("path", ["/v1/messages/batches/x/nope", "/api/nope", "/v1/nope"])
 def test_unknown_paths(server: LiveServer, path: str) -> None:
     check_refused(server.http.get(path), path, status=404)
 

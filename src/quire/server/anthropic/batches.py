@@ -68,7 +68,9 @@ async def create_message_batch(request: Request) -> Response:
         endpoint=URL,
         input_file_id=writer.file_id,
         created_at=now,
+        in_progress_at=now,
         expires_at=now + DAY,
+        status="in_progress",  # what is wrong with a request is its result
         num_lines=len(lines),
     )
     try:

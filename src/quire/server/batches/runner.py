@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from quire.errors import NotFoundError, RequestError
 from quire.server.batches.database import StoredBatch
 from quire.server.batches.lines import BatchRequest, LineClient, Reader, custom_id_of, error_of
-from quire.server.batches.records import OPENAI, BatchRecord, FileRecord, LineResult
+from quire.server.batches.records import BatchRecord, FileRecord, LineResult
 from quire.server.batches.store import BatchStore, FileWriter
 from quire.server.data_dir import StorageError
 from quire.server.fronts import FrontGoneError, Fronts
@@ -234,7 +234,7 @@ class BatchRunner:
             async for part in parts:
                 for number, line in part:
                     count += 1
-                    check = partial(self._check_line, batch.record.api, reader, number, line)
+                    check = partial(self._check_line, reader, number, line)
                     error = await _at_ease(line, check)
                     if error is not None:
                         errors.append(error)
@@ -248,12 +248,10 @@ class BatchRunner:
             errors.append({"code": "empty_file", "message": message, "param": "input_file_id", "line": None})
         return errors, count
 
-    def _check_line(self, api: str, reader: Reader, number: int, line: bytes) -> dict[str, Any] | None:
+    def _check_line(self, reader: Reader, number: int, line: bytes) -> dict[str, Any] | None:
         """Return what is wrong with a line, as a batch shows it."""
         try:
-            request = reader.read(number, line)
-            if api == OPENAI:  # of others each request has a result of its own that says so
-                self._check_model(request)
+            self._check_model(reader.read(number, line))
         except RequestError as error:
             found = error_of(error, number)
             return {**found, "code": ERROR_CODES.get(error.code, error.code)}
@@ -326,8 +324,8 @@ class BatchRunner:
         kept = False
         try:
             async with contextlib.AsyncExitStack() as stack:
-                good = await stack.enter_async_context(self._store.writing(b""))
-                bad = good if errors is None else await stack.enter_async_context(self._store.writing(b""))
+                good = await stack.enter_async_context(self._store.writing_output())
+                bad = good if errors is None else await stack.enter_async_context(self._store.writing_output())
                 num_left = await self._write_results(work, form, good, bad)
                 for writer, kind in ((good, output), (bad, errors)):
                     if kind is not None and writer.num_bytes:

@@ -21,7 +21,7 @@ from quire.server.batches.database import BatchDatabase, Bounds, StoredBatch
 from quire.server.batches.lines import split_lines
 from quire.server.batches.records import BatchRecord, FileRecord, LineResult, new_id
 from quire.server.data_dir import StorageError, is_temporary, prepare_data_dir
-from quire.server.database import DatabaseThread
+from quire.server.database import ANSWER_SECONDS, DatabaseThread
 from quire.server_config import ServerConfig
 
 WRITE_BYTES = 2**20  # that are written at a time
@@ -68,9 +68,16 @@ class FileWriter:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Return what `work` does with the disk. Raises `StorageError` if that fails, such as for lack of space."""
+    """Return what `work` does with the disk. Raises `StorageError` if that fails, such as for lack of space.
+
+    What has begun is awaited even if this is cancelled, so that nothing is opened behind the back of who cleans up.
+    """
+    working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working}, timeout=ANSWER_SECONDS)
+        raise
     except OSError as error:
         raise StorageError(f"the disk of --data-dir cannot be used ({error.strerror or error})") from None
 
@@ -108,7 +115,12 @@ class BatchStore:
 
     @contextlib.asynccontextmanager
     async def writing(self, owner: bytes) -> AsyncIterator[FileWriter]:
-        """Yield a new file to be written. It is dropped at the end of the block, unless it was kept by `keep`."""
+        """Yield a new file of a key. It is dropped at the end of the block, unless it was kept by `keep`.
+
+        Raises:
+            HTTPProblem: the key has no room for one.
+        """
+        await self.check_room(owner)  # and opens the database, which removes contents that it does not know
         num_noted = 0
 
         def note(num_bytes: int) -> None:
@@ -116,13 +128,21 @@ class BatchStore:
             num_noted += num_bytes
             self._writing[owner] += num_bytes
 
-        writer = FileWriter(self._contents, note)
         try:
-            yield writer
+            async with self.writing_output(note) as writer:
+                yield writer
         finally:
             self._writing[owner] -= num_noted
             if not self._writing[owner]:
                 del self._writing[owner]
+
+    @contextlib.asynccontextmanager
+    async def writing_output(self, note: Callable[[int], None] = lambda num_bytes: None) -> AsyncIterator[FileWriter]:
+        """Yield a new file, as `writing`, of results that are counted already."""
+        writer = FileWriter(self._contents, note)
+        try:
+            yield writer
+        finally:
             if (file := writer.file) is not None:
                 await asyncio.shield(asyncio.to_thread(self._contents.drop, writer.file_id, file))
 
@@ -178,13 +198,10 @@ class BatchStore:
 
     async def read(self, file_id: str) -> AsyncGenerator[bytes, None]:
         """Yield the content of a file, beginning with an empty part once it is open. Raises `StorageError`."""
-        file = await in_thread(lambda: self._contents.open(file_id))
-        try:
+        async with self._opened(file_id) as file:
             yield b""
             while data := await in_thread(lambda: file.read(READ_BYTES)):
                 yield data
-        finally:
-            file.close()
 
     async def lines(self, file_id: str, longest: int) -> AsyncGenerator[list[tuple[int, bytes]], None]:
         """Yield the lines of a file that are not blank, with their numbers from 1, some at a time.
@@ -192,8 +209,6 @@ class BatchStore:
         Raises:
             StorageError: the file cannot be read.
         """
-        file = await in_thread(lambda: self._contents.open(file_id))
-        lines = enumerate(split_lines(file, longest), 1)
 
         def some() -> list[tuple[int, bytes]]:
             found: list[tuple[int, bytes]] = []
@@ -205,11 +220,20 @@ class BatchStore:
                     break
             return found
 
-        try:
+        async with self._opened(file_id) as file:
+            lines = enumerate(split_lines(file, longest), 1)
             while found := await in_thread(some):
                 yield [(number, line) for number, line in found if line.strip()]
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, file_id: str) -> AsyncIterator[IO[bytes]]:
+        opened: list[IO[bytes]] = []
+        try:
+            await in_thread(lambda: opened.append(self._contents.open(file_id)))
+            yield opened[0]
         finally:
-            file.close()
+            for file in opened:
+                file.close()
 
     # ---- batches ----
 

@@ -138,7 +138,6 @@ async def receive_file(request: Request, store: BatchStore, owner: bytes) -> Fil
     form, complete = _Form(_boundary(request)), False
     try:
         async with store.writing(owner) as writer:
-            await store.check_room(owner)
             async for part in body_parts(request, store.max_file_bytes + MAX_FORM_EXTRA):
                 release_body(request.scope)  # it is counted as long as it is in memory
                 form.feed(part)
