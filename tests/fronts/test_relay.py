@@ -1,4 +1,4 @@
-"""What one front has is had from every front: running responses, with real processes."""
+"""What one front has is had from every front: running responses, files and batches, with real processes."""
 
 from __future__ import annotations
 
@@ -158,6 +158,56 @@ def test_clients_cannot_pass_for_fronts(server: Server, clients: tuple[httpx.Cli
         answer = one.get("/v1/models", headers={name: "1", "X-Request-Id": f"not-{name}"})
         assert "x-ratelimit-limit-requests" in answer.headers
         logged(server, f"not-{name}")
+
+
+def begin_batch(client: httpx.Client, count: int, max_tokens: int) -> str:
+    """Begin a batch of so many lines; return its id."""
+    body = {"model": "quire-demo", "prompt": "The king", "max_tokens": max_tokens, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    content = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(count))
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content.encode())})
+    assert file.status_code == 200 and "kept in memory only" in file.headers["x-quire-warning"]
+    made = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = client.post("/v1/batches", json=made)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+def ended_batch(client: httpx.Client, found: str) -> dict[str, Any]:
+    """Return a batch once it has ended."""
+    deadline = time.monotonic() + 30
+    while (batch := client.get(f"/v1/batches/{found}").json())["status"] in ("validating", "in_progress", "finalizing"):
+        assert time.monotonic() < deadline
+    return batch
+
+
+def check_output(client: httpx.Client, batch: dict[str, Any], count: int) -> None:
+    """Check that each line has one result."""
+    assert batch["request_counts"] == {"total": count, "completed": count, "failed": 0}
+    output = client.get(f"/v1/files/{batch['output_file_id']}/content").text
+    assert [json.loads(line)["custom_id"] for line in output.splitlines()] == [str(number) for number in range(count)]
+
+
+def test_a_batch_is_run_once_and_seen_from_every_front(clients: tuple[httpx.Client, httpx.Client]) -> None:
+    one, two = clients
+    for maker, reader in ((one, two), (two, one)):
+        batch = ended_batch(reader, begin_batch(maker, 20, 4))
+        check_output(reader, batch, 20)
+        check_output(maker, batch, 20)
+    found = begin_batch(one, 200, 500)
+    assert two.post(f"/v1/batches/{found}/cancel").json()["status"] == "cancelling"
+    assert one.get(f"/v1/batches/{found}", headers={"Authorization": "Bearer bob-key"}).status_code == 404
+
+
+def test_a_batch_goes_on_when_the_front_that_runs_it_dies(server: Server) -> None:
+    one, two = wait_for_fronts(server, 2)
+    with client_of(server, one) as first, client_of(server, two) as second:
+        found = begin_batch(second, 40, 40)
+        while not first.get(f"/v1/batches/{found}").json()["request_counts"]["completed"]:
+            pass
+        os.kill(one, signal.SIGKILL)  # the leader
+        check_output(second, ended_batch(second, found), 40)
+    wait_for_fronts(server, 2)
 
 
 def test_a_front_that_dies_ends_what_is_followed_from_another(server: Server) -> None:

@@ -26,7 +26,13 @@ from tests.meta.source import ENVIRONMENT, PACKAGE, ROOT
 IMPORTED = (
     *("quire.cli.main", "quire.cli.generate", "quire.cli.plan", "quire.cli.chat", "quire.cli.convert"),
     *("quire.cli.run_batch", "quire.frontend.llm", "quire.frontend.async_llm", "quire.engine.core"),
-    *("quire.engine.plan", "quire.executor.ranks", "quire.worker.worker", "quire.server.app", "quire.server.batches.lines"),
+    *(
+        "quire.engine.plan",
+        "quire.executor.ranks",
+        "quire.worker.worker",
+        "quire.server.app",
+        "quire.server.batches.lines",
+    ),
     *("quire.kernels.cpu.backend", "quire.lora.store"),
 )
 LARGE = ("torch", "transformers", "quire.cli.verify", "quire.verify.check")

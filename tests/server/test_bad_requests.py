@@ -74,7 +74,7 @@ def test_a_body_without_length_is_refused_where_the_limit_is(server: LiveServer)
         ("POST", COMPLETIONS + "/", 404, "unknown_url"),
         ("POST", "/V1/completions", 404, "unknown_url"),
         ("GET", "/%1b[2J%0a", 404, "unknown_url"),
-        ("GET", "/v1/messages/batches", 404, None),
+        ("GET", "/v1/messages/nope", 404, None),
         ("GET", "/api/nope", 404, None),
         *[("POST", f"/api/{name}", 404, None) for name in ("pull", "push", "create", "copy")],
         ("DELETE", "/api/delete", 404, None),
