@@ -53,10 +53,10 @@ def test_every_option_has_a_flag_that_sets_it():
         word = {
             **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), "1"),
             "max_body_bytes": "2kib",
-            "max_receiving_bytes": "2kib",
+            **dict.fromkeys(("max_receiving_bytes", "max_file_bytes", "max_stored_file_bytes"), "2kib"),
             "engine_stall_timeout": "2.5",
             "front_stall_timeout": "2.5",
-            "stored_response_ttl": "1.5",
+            **dict.fromkeys(("stored_response_ttl", "stored_file_ttl"), "1.5"),
         }.get(flag.name, word)
         words = [flag.option] if flag.kind is bool else [flag.option, word]
         assert set(parse(*words)) == {flag.name}

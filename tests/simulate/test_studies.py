@@ -113,3 +113,27 @@ def test_a_delay_factor_gathers_prompts_for_later_first_tokens_and_quicker_next_
     assert delayed_size > 1.2 * size
     assert delayed_ttft > 2 * ttft
     assert delayed_tpot < 0.9 * tpot
+
+
+@pytest.mark.parametrize(
+    ("rate", "cost", "num_tokens"),
+    [
+        (4.0, PlainCost(0.006, 0.000025), 8192),
+        (20.0, PlainCost(0.006, 0.000025), 8192),
+        (1.0, PlainCost(0.01, 0.001), 2048),
+    ],
+)
+def test_batches_hardly_delay_first_tokens(replay, rate, cost, num_tokens):
+    """Two costs of steps, as of a GPU that reads weights most of the time, and of a CPU that computes."""
+    options = {"num_gpu_blocks_override": 8000, "max_num_seqs": 64, "max_num_batched_tokens": num_tokens}
+    talk = Synthetic("poisson", rate=rate, num=120, prompt=256, output=64, spread=0.5)
+    lines = Synthetic("burst", num=100, prompt=500, output=200, background=True)
+    first = {}
+    for loads in ([talk], [talk, lines]):
+        log = replay(draw(loads), cost, **options).log
+        waits = [record.ttft for record in log.records if not record.request.background]
+        first[len(loads)] = np.percentile(waits, 99)
+    assert first[2] <= 1.2 * first[1]
+    finished = [record.finish for record in log.records if record.request.background]
+    last = max(record.finish for record in log.records if not record.request.background)
+    assert min(finished) < last  # and they get on meanwhile

@@ -36,7 +36,7 @@ class SimulateOptions:
     synthetic: list[str] = option(
         [],
         "Synthetic load, such as poisson:rate=4,num=1000,prompt=512,output=128; kinds: poisson, uniform, burst; more "
-        "keys: start, spread, prefix, groups, priority, tenant, seed. May be repeated; the loads are merged.",
+        "keys: start, spread, prefix, groups, priority, tenant, background, seed. May be repeated; loads are merged.",
         metavar="LOAD",
     )
     time_scale: float = option(1.0, "Factor on the times of a trace; 0.5 doubles the load.", low=1e-6, high=1e6)

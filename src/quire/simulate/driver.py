@@ -202,4 +202,5 @@ def message_of(
         max_tokens=length,
         priority=request.priority,
         tenant=request.tenant,
+        background=request.background,
     )

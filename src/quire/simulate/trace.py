@@ -5,7 +5,7 @@ JSON lines of two formats are read, distinguished by their keys:
 - Mooncake (Qin et al. 2024): `timestamp` [ms], `input_length`, `output_length`, and `hash_ids`, which name the
   512-token blocks of the prompt; equal ids mean equal content.
 - ours: `arrival` [s], `prompt_tokens`, `output_tokens`, and optionally `prefix` (a list of [name, tokens], the parts
-  the prompt begins with; prompts whose first parts agree share them), `priority` and `tenant`.
+  the prompt begins with; prompts whose first parts agree share them), `priority`, `tenant` and `background`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TraceRequest:
         num_prompt_tokens, num_output_tokens: both at least 1.
         prefix: what the prompt begins with, as (token id, count) pairs: every token of a part has the part's id. What
             is left of the prompt is the request's own.
-        priority, tenant: as in `EngineRequest`.
+        priority, tenant, background: as in `EngineRequest`.
     """
 
     number: int
@@ -46,6 +46,7 @@ class TraceRequest:
     prefix: tuple[tuple[int, int], ...] = ()
     priority: int = 0
     tenant: str = ""
+    background: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +116,7 @@ class _Line(msgspec.Struct):
     prefix: list[tuple[Any, Length]] = []
     priority: Priority = 0
     tenant: str = ""
+    background: bool = False
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -137,8 +139,9 @@ def _parse(text: str, number: int, time_scale: float, names: dict[str, int]) -> 
     prefix = tuple((names.setdefault(str(name), len(names)), count) for name, count in line.prefix)
     if sum(count for _, count in prefix) > line.prompt_tokens:
         raise msgspec.ValidationError(f"prefix is longer than prompt_tokens, {line.prompt_tokens}")
+    lengths = line.prompt_tokens, line.output_tokens
     return TraceRequest(
-        number, line.arrival * time_scale, line.prompt_tokens, line.output_tokens, prefix, line.priority, line.tenant
+        number, line.arrival * time_scale, *lengths, prefix, line.priority, line.tenant, line.background
     )
 
 
@@ -172,7 +175,7 @@ class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rate: requests per second; none for a burst. num: requests. start: when the first may come [s].
         prompt, output: tokens; `spread` r makes them uniform in [x * (1 - r), x * (1 + r)].
         prefix, groups: the first `prefix` tokens of a prompt are those of one of `groups` shared texts, drawn evenly.
-        priority, tenant: of all its requests. seed: of everything drawn.
+        priority, tenant, background: of all its requests. seed: of everything drawn.
     """
 
     kind: Literal["poisson", "uniform", "burst"]
@@ -186,6 +189,7 @@ class Synthetic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: Annotated[int, Meta(ge=1, le=2**20)] = 1
     priority: Priority = 0
     tenant: str = ""
+    background: bool = False
     seed: Annotated[int, Meta(ge=0, le=2**62)] = 0
 
 
@@ -211,9 +215,8 @@ def draw(loads: Sequence[Synthetic]) -> list[TraceRequest]:
         groups = rng.integers(0, load.groups, load.num)
         for arrival, prompt, output, group in zip(arrivals, prompts, outputs, groups, strict=True):
             prefix = ((num_parts + int(group), load.prefix),) if load.prefix else ()
-            requests.append(
-                TraceRequest(0, float(arrival), int(prompt), int(output), prefix, load.priority, load.tenant)
-            )
+            account = load.priority, load.tenant, load.background
+            requests.append(TraceRequest(0, float(arrival), int(prompt), int(output), prefix, *account))
         num_parts += load.groups
     ordered = sorted(requests, key=lambda request: request.arrival)
     return [replace(request, number=number) for number, request in enumerate(ordered)]
