@@ -35,7 +35,7 @@ UNFINISHED_SHARE = 16  # one that cannot end in the step gets a sixteenth of it 
 
 # Who arrives waits for the step that is being computed; requests in the background must not make it long. They get one
 # part in BACKGROUND_SHARE of the budget, and one in IDLE_SHARE if there was no other request for IDLE_SECONDS.
-BACKGROUND_SHARE = 64
+BACKGROUND_SHARE = 128
 IDLE_SHARE = 4
 IDLE_SECONDS = 30.0
 

@@ -169,3 +169,27 @@ def test_files_outlive_the_server(make_server: MakeServer, tmp_path: Path) -> No
     assert again.http.get(FILES).json() == listed
     assert [item["custom_id"] for item in lines_of(again.http, file_id)] == ["a"]
     assert found(again.http, begun(again.http, [line("a")]))["object"] == "batch"
+
+
+def test_a_batch_whose_input_is_lost_fails(make_server: MakeServer, tmp_path: Path) -> None:
+    live = make_server(data_dir=str(tmp_path))
+    live.do(live.fake_client.hold)
+    batch_id = begun(live.http, lines())
+    until(live.http, batch_id, lambda batch: batch["status"] == "in_progress")
+    live.close()
+    for path in (tmp_path / "files").iterdir():
+        path.unlink()
+    again = make_server(data_dir=str(tmp_path))
+    batch = ended(again.http, batch_id)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "file_not_found")
+    assert again.http.get(f"{FILES}/{batch['input_file_id']}/content").status_code == 404
+
+
+def test_what_was_complete_at_its_expiry_is_completed(make_server: MakeServer, tmp_path: Path) -> None:
+    live = make_server(data_dir=str(tmp_path))
+    store = live.context.batches
+    later = store.clock() + 90_000
+    batch_id = begun(live.http, lines())
+    until(live.http, batch_id, lambda batch: batch["request_counts"]["completed"] == COUNT)
+    store.clock = lambda: later
+    assert ended(live.http, batch_id)["status"] == "completed"

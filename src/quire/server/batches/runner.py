@@ -183,6 +183,8 @@ class BatchRunner:
                 await asyncio.gather(advancing, stopped, return_exceptions=True)
             if not failed:
                 await self._finish(work)
+        except NotFoundError as error:  # the disk has lost the input
+            await self._fail(work, [{"code": error.code, "message": error.message, "param": None, "line": None}])
         except Exception:  # task boundary: a bug ends this batch only
             logger.exception("the batch %s failed", work.batch.record.batch_id)
             error = {"code": "server_error", "message": "the server failed on this batch", "param": None, "line": None}
@@ -338,7 +340,7 @@ class BatchRunner:
                 error_file_id=bad.file_id if bad is not good and bad.file_id in names else None,
                 num_unrun=num_left,
                 num_lines=record.num_completed + record.num_failed + num_left,
-                **_end(work.reason, self._now()),
+                **_end(None if work.reason == EXPIRED and not num_left else work.reason, self._now()),
             )
             kept = await self._store.run(lambda database: database.finish(work.batch.number, ended, files))
         finally:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from itertools import islice
 from typing import IO, Any, TypeVar
 
-from quire.errors import QuireError
+from quire.errors import NotFoundError, QuireError
 from quire.server.batches.contents import Contents, DiskContents, MemoryContents
 from quire.server.batches.database import BatchDatabase, Bounds, StoredBatch
 from quire.server.batches.lines import split_lines
@@ -197,7 +197,11 @@ class BatchStore:
         await asyncio.to_thread(remove)
 
     async def read(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """Yield the content of a file, beginning with an empty part once it is open. Raises `StorageError`."""
+        """Yield the content of a file, beginning with an empty part once it is open.
+
+        Raises:
+            NotFoundError: it is lost. StorageError: it cannot be read now.
+        """
         async with self._opened(file_id) as file:
             yield b""
             while data := await in_thread(lambda: file.read(READ_BYTES)):
@@ -207,7 +211,7 @@ class BatchStore:
         """Yield the lines of a file that are not blank, with their numbers from 1, some at a time.
 
         Raises:
-            StorageError: the file cannot be read.
+            NotFoundError: the file is lost. StorageError: it cannot be read now.
         """
 
         def some() -> list[tuple[int, bytes]]:
@@ -228,8 +232,16 @@ class BatchStore:
     @contextlib.asynccontextmanager
     async def _opened(self, file_id: str) -> AsyncIterator[IO[bytes]]:
         opened: list[IO[bytes]] = []
+
+        def open_it() -> None:
+            try:
+                opened.append(self._contents.open(file_id))
+            except FileNotFoundError:
+                message = f"the content of the file {file_id} is lost"
+                raise NotFoundError(message, param="file_id", code="file_not_found") from None
+
         try:
-            await in_thread(lambda: opened.append(self._contents.open(file_id)))
+            await in_thread(open_it)
             yield opened[0]
         finally:
             for file in opened:
