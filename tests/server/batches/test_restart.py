@@ -146,6 +146,10 @@ def test_an_end_is_noted_once(database: BatchDatabase) -> None:
     files, _ = database.list_files(b"k", [BATCH, OUTPUT], after=None, limit=9, newest_first=False)
     assert [file.file_id for file in files] == ["file-a", "file-b"]
     assert database.cancel(b"k", OPENAI, "batch_a").status == "completed"
+    database.add_result(batch.number, LineResult(number=1, failed=False, data=b""), {})
+    assert database.results(batch.number, 1, 1) == {}
+    record = database.change(batch.number, status="finalizing")
+    assert record is not None and record.status == "completed"
 
 
 def test_a_key_that_is_gone_runs_nothing_more(make_server: MakeServer, tmp_path: Path) -> None:

@@ -259,13 +259,15 @@ class BatchDatabase(Database):
     def change(self, number: int, **fields: Any) -> BatchRecord | None:
         """Change fields of an unfinished batch, and return it; one that is being cancelled keeps that status.
 
-        None if it was forgotten.
+        One that has finished is returned as it is; None if it was forgotten.
         """
         with self._transaction("BEGIN IMMEDIATE"):
             found = self._row("SELECT batch FROM batches WHERE number = ?", number)
             if found is None:
                 return None
             batch = _batch(found[0])
+            if batch.finished:
+                return batch
             if batch.status == "cancelling" and fields.get("status") in ("in_progress", "finalizing"):
                 del fields["status"]
             batch = msgspec.structs.replace(batch, **fields)
@@ -281,7 +283,10 @@ class BatchDatabase(Database):
     def add_result(self, number: int, result: LineResult, usage: dict[str, int]) -> bool:
         """Store the result of a line, unless it has one; return whether its key may store more."""
         with self._transaction("BEGIN IMMEDIATE"):
-            [owner, encoded] = self._row("SELECT owner, batch FROM batches WHERE number = ?", number)
+            found = self._row("SELECT owner, batch FROM batches WHERE number = ? AND kept_until IS NULL", number)
+            if found is None:
+                return True  # it has ended
+            [owner, encoded] = found
             added = self.connection.execute(
                 "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (number, result.number, result.failed, result.data)
             ).rowcount
@@ -306,8 +311,8 @@ class BatchDatabase(Database):
     def finish(self, number: int, batch: BatchRecord, files: Sequence[FileRecord]) -> bool:
         """Note the end of a batch, whose output is in these files; return whether that was not noted before."""
         with self._transaction("BEGIN IMMEDIATE"):
-            found = self._row("SELECT owner, kept_until FROM batches WHERE number = ?", number)
-            if found is None or found[1] is not None:
+            found = self._row("SELECT owner FROM batches WHERE number = ? AND kept_until IS NULL", number)
+            if found is None:
                 return False
             for file in files:
                 self._insert_file(found[0], file)

@@ -156,6 +156,8 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Start, or stop, what the store says; forget what is too old."""
+        # What ends while the store is asked stays here, for the answer may have it as unfinished still.
+        self._works = {number: work for number, work in self._works.items() if work.task and not work.task.done()}
         for batch in await self._store.unfinished():
             work = self._works.get(batch.number)
             if work is None:
@@ -183,14 +185,15 @@ class BatchRunner:
                 await asyncio.gather(advancing, stopped, return_exceptions=True)
             if not failed:
                 await self._finish(work)
-        except NotFoundError as error:  # the disk has lost the input
-            await self._fail(work, [{"code": error.code, "message": error.message, "param": None, "line": None}])
-        except Exception:  # task boundary: a bug ends this batch only
-            logger.exception("the batch %s failed", work.batch.record.batch_id)
-            error = {"code": "server_error", "message": "the server failed on this batch", "param": None, "line": None}
-            await self._fail(work, [error])
+        except Exception as error:  # task boundary: this batch ends, no other
+            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            code, message = "server_error", "the server failed on this batch"
+            if isinstance(cause, NotFoundError):  # the disk has lost the input
+                code, message = cause.code, cause.message
+            else:
+                logger.exception("the batch %s failed", work.batch.record.batch_id)
+            await self._fail(work, [{"code": code, "message": message, "param": None, "line": None}])
         finally:
-            self._works.pop(work.batch.number, None)
             self._changed.set()
 
     async def _advance(self, work: _Work) -> bool:
