@@ -69,6 +69,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "Say hello."}]},
     "/v1/messages": {"model": MODEL, "messages": CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": CHAT},
+    "/v1/messages/batches": {
+        "requests": [{"custom_id": "a", "params": {"model": MODEL, "messages": CHAT, "max_tokens": 1}}]
+    },
+    "/v1/batches": {"input_file_id": "file-a", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/api/chat": {"model": MODEL, "messages": CHAT, "stream": False, "options": {"num_predict": 1}},
     "/api/generate": {"model": MODEL, "prompt": PROMPT, "stream": False, "options": {"num_predict": 1}},
     "/api/show": {"model": MODEL},
@@ -128,6 +132,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("/v1/messages", {"max_tokens": 4}),
     "message stream": ("/v1/messages", {"max_tokens": 4, "stream": True}),
     "message tokens": ("/v1/messages/count_tokens", {}),
+    "message batch": ("/v1/messages/batches", {}),
     "ollama chat": ("/api/chat", {}),
     "ollama chat stream": ("/api/chat", {"stream": True}),
     "ollama generate": ("/api/generate", {}),
@@ -140,6 +145,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PATHS = """
     / /health /healthz /livez /ping /ready /readyz /load /version /v1/models /v1/models/quire-demo /requests
+    /v1/files /v1/files/file-a /v1/files/file-a/content /v1/batches /v1/batches/a /v1/messages/batches
     /debug/blocks /debug/blocks?tier=host&tokens=true&limit=3 /debug/prefixes /debug/prefixes?tokens=true
     /is_sleeping /playground/state /api/version /api/tags /api/ps /openapi.json /docs
 """
@@ -147,7 +153,9 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 # What clients try that is not offered, or not in the description: all methods of each are tried.
 UNLISTED = """
     /api/pull /api/push /api/create /api/copy /api/delete /v1/responses/compact /metrics / /playground/main.js
-    /playground/state /ping /health /v1/responses/a /v1/responses/a/cancel /v1/responses/a/input_items /v1/models/a/load
+    /playground/state /ping /health /v1/files /v1/files/a /v1/files/a/content /v1/batches/a /v1/batches/a/cancel
+    /v1/messages/batches/a /v1/messages/batches/a/cancel /v1/messages/batches/a/results
+    /v1/responses/a /v1/responses/a/cancel /v1/responses/a/input_items /v1/models/a/load
     /v1/conversations/a /v1/conversations/a/items /v1/conversations/a/items/b
     /unheard/of
 """
@@ -419,7 +427,7 @@ def describe_server(server: Server) -> dict[str, Any]:
 
 def _steady(path: str) -> dict[str, Any]:
     """Return what makes a route's answer the same each time."""
-    if path.startswith("/v1/") and "token" not in path:
+    if path.startswith("/v1/") and not re.search("token|batches", path):
         return {"temperature": 0.0}
     return {}
 
@@ -429,9 +437,9 @@ def describe_fields(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return how each route answers to each field of any route with a value of a wrong type: status, code, param."""
     schemas = {
-        path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+        path: content["application/json"]["schema"]
         for path, operations in description["paths"].items()
-        if "requestBody" in operations.get("post", ())
+        if "application/json" in (content := operations.get("post", {}).get("requestBody", {}).get("content", {}))
     }
     assert schemas.keys() == BODIES.keys(), schemas.keys() ^ BODIES.keys()
     names = sorted({name for schema in schemas.values() for name in schema["properties"]} | set(REFUSED_FIELDS.split()))
