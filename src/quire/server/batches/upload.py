@@ -25,6 +25,7 @@ from quire.server_config import ServerConfig
 MULTIPART = "multipart/form-data"
 MAX_FORM_EXTRA = 2**16  # bytes of a form besides its file
 MAX_FIELD = 1024  # bytes of a field that is no file
+MAX_HEADER = 4096  # bytes of the name, or the value, of a part's header
 MAX_FILENAME = 255
 FILE, PURPOSE, ANCHOR, SECONDS = "file", "purpose", "expires_after[anchor]", "expires_after[seconds]"
 FIELDS = (FILE, PURPOSE, ANCHOR, SECONDS)
@@ -52,8 +53,8 @@ class _Form:
             {
                 "on_part_begin": self._begin_part,
                 "on_part_data": self._add_data,
-                "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
+                "on_header_field": lambda data, start, end: self._add_header(self._header_name, data[start:end]),
+                "on_header_value": lambda data, start, end: self._add_header(self._header_value, data[start:end]),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._end_headers,
                 "on_end": self._end,
@@ -69,6 +70,11 @@ class _Form:
 
     def _begin_part(self) -> None:
         self._disposition, self._into = None, None
+
+    def _add_header(self, into: bytearray, data: bytes) -> None:
+        into += data
+        if len(into) > MAX_HEADER:
+            raise _malformed(f"a header of a part may have at most {MAX_HEADER} bytes")
 
     def _end_header(self) -> None:
         if self._header_name.lower() == b"content-disposition":
