@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import NotFoundError, RequestError, echo
+from quire.errors import ConflictError, NotFoundError, RequestError, echo
 from quire.server.batches.contents import remove_unknown
 from quire.server.batches.records import BatchRecord, FileRecord, LineResult
 from quire.server.database import Database
@@ -156,12 +156,12 @@ class BatchDatabase(Database):
         return int(found[0])
 
     def delete_file(self, owner: bytes, file_id: str, purposes: Sequence[str]) -> None:
-        """Forget a file. Raises as `find_file`, or `HTTPProblem` while an unfinished batch reads it."""
+        """Forget a file. Raises as `find_file`, or `ConflictError` while an unfinished batch reads it."""
         with self._transaction("BEGIN IMMEDIATE"):
             self.find_file(owner, file_id, purposes)
             if self._row("SELECT 1 FROM batches WHERE input = ? AND kept_until IS NULL", file_id) is not None:
                 message = "a batch that has not ended reads this file; cancel it first"
-                raise HTTPProblem(409, message, code="file_in_use", param="file_id")
+                raise ConflictError(message, param="file_id", code="file_in_use")
             self.connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     # ---- batches ----
