@@ -427,7 +427,7 @@ def describe_server(server: Server) -> dict[str, Any]:
 
 def _steady(path: str) -> dict[str, Any]:
     """Return what makes a route's answer the same each time."""
-    if path.startswith("/v1/") and not re.search("token|batches", path):
+    if path.startswith("/v1/") and not re.search("token|batches|conversations", path):
         return {"temperature": 0.0}
     return {}
 

@@ -120,7 +120,7 @@ def test_expiry(connect: Callable[..., Any], live: LiveServer) -> None:
     client = connect()
     store = live.context.batches
     now = store.clock()
-    store.clock = lambda: now
+    store.clock.now = lambda: now
     live.do(live.fake_client.hold)
     made = client.messages.batches.create(requests=[item("a"), item("b")])
     now += 86400

@@ -229,7 +229,7 @@ def test_expiry(make_server: MakeServer, tmp_path: Path) -> None:
     live = make_server(data_dir=str(tmp_path), llm={"max_model_len": 100_000}, max_batch_concurrency=2, api_key=["one"])
     store = live.context.batches
     now = store.clock()
-    store.clock = lambda: now
+    store.clock.now = lambda: now
     lines = [line(str(number), max_tokens=2 if number < 2 else 90_000, ignore_eos=True) for number in range(6)]
     batch_id = begun(live.http, lines, key="one")
     until(live.http, batch_id, lambda batch: batch["request_counts"]["completed"] == 2, "one")

@@ -195,5 +195,5 @@ def test_what_was_complete_at_its_expiry_is_completed(make_server: MakeServer, t
     later = store.clock() + 90_000
     batch_id = begun(live.http, lines())
     until(live.http, batch_id, lambda batch: batch["request_counts"]["completed"] == COUNT)
-    store.clock = lambda: later
+    store.clock.now = lambda: later
     assert ended(live.http, batch_id)["status"] == "completed"

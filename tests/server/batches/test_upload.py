@@ -187,7 +187,7 @@ def test_files_have_an_age(make_server: MakeServer, tmp_path: Path) -> None:
     live = make_server(data_dir=str(tmp_path), stored_file_ttl=100.0)
     store = live.context.batches
     now = store.clock()
-    store.clock = lambda: now
+    store.clock.now = lambda: now
     file_id = uploaded(live.http, b"abc")
     now += 101
     check_refused(live.http.get(f"{FILES}/{file_id}"), status=404, code="file_not_found", param="file_id")

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import IO, Any, TypeVar
 
@@ -82,6 +83,16 @@ async def in_thread(work: Callable[[], T]) -> T:
         raise StorageError(f"the disk of --data-dir cannot be used ({error.strerror or error})") from None
 
 
+class Clock:
+    """Seconds since 1970, as a function has them, in the place of which another one may be put."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now()
+
+
 class BatchStore:
     """All files and batches.
 
@@ -95,15 +106,14 @@ class BatchStore:
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         folder = None if config.data_dir is None else prepare_data_dir(config.data_dir)
-        self.clock = clock
+        self.clock = Clock(clock)
         self.in_memory = folder is None or is_temporary(folder)
         self.max_file_bytes = config.max_body_bytes if self.in_memory else config.max_file_bytes
         self.ttl = config.stored_file_ttl
         self._contents: Contents = MemoryContents() if folder is None else DiskContents(folder)
         bounds = Bounds(config.max_stored_file_bytes, config.memory_file_bytes if self.in_memory else None)
-        self._thread = DatabaseThread(
-            BatchDatabase, lambda: BatchDatabase(folder, bounds, lambda: self.clock(), config.stored_file_ttl)
-        )
+        connect = partial(BatchDatabase, folder, bounds, self.clock, config.stored_file_ttl)
+        self._thread = DatabaseThread(BatchDatabase, connect)
         self._writing: Counter[bytes] = Counter()  # bytes of files that are being written, by key
         self.close = weakref.finalize(self, self._thread.close)
 
