@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -81,6 +82,7 @@ def build_app(
         formats={OPENAI: batches.OpenAIFormat(), ANTHROPIC: message_batches.AnthropicFormat()},
         concurrency=config.server.max_batch_concurrency or max(config.scheduler.max_num_seqs // CONCURRENCY_SHARE, 1),
         max_body_bytes=config.server.max_body_bytes,
+        seconds_idle=lambda: time.monotonic() - context.last_job,
     )
     relay.answer_fronts(context.fronts)
     health.answer_fronts(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -48,7 +49,8 @@ class ServerContext:
         draining: set once the server has begun to shut down; new requests are refused from then on.
         jobs: those that an engine works on, or whose responses are being sent. records: of these, and of the last
             finished ones. tracing: None without an endpoint for traces. responses: the stored ones.
-        batches: stored files and batches.
+        batches: stored files and batches. last_job: when the last one was begun that is no line of a batch [monotonic
+            seconds].
     """
 
     def __init__(self, models: SharedModels, config: EngineConfig, metrics: Metrics | None, fronts: Fronts) -> None:
@@ -60,6 +62,7 @@ class ServerContext:
         self.admin_keys = ApiKeys(config.server.admin_api_key) if config.server.admin_api_key else self.keys
         self.draining = False
         self.jobs: set[Abortable] = set()
+        self.last_job = -math.inf
         self.responses = ResponseStore(config.server, slot=fronts.row)
         self.batches = BatchStore(config.server)  # behind the other, which takes the data directory
         self.records = RequestRecords()

@@ -63,6 +63,8 @@ class EngineJob:
         )
         context.state.setdefault("records", []).append(self._record)
         context.server.jobs.add(self)
+        if not is_line(context.request.scope):
+            context.server.last_job = time.monotonic()
         context.server.records.begin(self._record)
 
     async def limit(self, num_prompt_tokens: int, num_tokens: int, seconds: float | None = None) -> None:

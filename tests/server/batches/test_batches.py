@@ -310,6 +310,14 @@ def test_lines_run_in_the_background_on_the_account_of_their_key(make_server: Ma
     live.wait_until(lambda: live.context.num_open == 0)
 
 
+def test_lines_begin_more_slowly_beside_other_requests(live: LiveServer) -> None:
+    batch_runner = live.app.state.batch_runner
+    ended(live.http, begun(live.http, [line("a")]))
+    assert batch_runner.pause == runner.PAUSE
+    live.http.post(CHAT, json=line("a")["body"])
+    assert batch_runner.pause == runner.BUSY_PAUSE
+
+
 def test_a_line_that_its_key_may_never_run_is_not_tried_for_ever(make_server: MakeServer, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("- {key: one, tokens_per_minute: 20}\n")

@@ -38,6 +38,9 @@ RETRY_SECONDS = 1.0  # after which a disk that failed is tried again
 MAX_LINES = 50_000  # of a batch
 MAX_ERRORS = 100  # that a failed batch shows
 CONCURRENCY_SHARE = 4
+PAUSE = 0.005  # seconds between two lines
+BUSY_PAUSE = 0.05  # the same while there are other requests
+BUSY_SECONDS = 10.0  # for which one that has begun counts
 
 CANCELLED, EXPIRED, NO_ROOM = "batch_cancelled", "batch_expired", "file_storage_exceeded"
 REASONS = {
@@ -89,6 +92,7 @@ class BatchRunner:
 
     Args:
         app: answers the lines. concurrency: most lines at a time. formats: by the names of APIs.
+        seconds_idle: the time since the last request of this front that is no line.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class BatchRunner:
         formats: dict[str, Format],
         concurrency: int,
         max_body_bytes: int,
+        seconds_idle: Callable[[], float],
     ) -> None:
         self._app = app
         self._store = store
@@ -108,6 +113,8 @@ class BatchRunner:
         self._fronts = fronts
         self._formats = formats
         self._max_body_bytes = max_body_bytes
+        self._seconds_idle = seconds_idle
+        self._beginning = asyncio.Lock()
         self._works: dict[int, _Work] = {}
         self._slots = asyncio.Semaphore(concurrency)
         self._validating = asyncio.Lock()
@@ -272,6 +279,11 @@ class BatchRunner:
 
     # ---- its lines ----
 
+    @property
+    def pause(self) -> float:
+        """Seconds between the beginnings of two lines: each takes some milliseconds of the event loop."""
+        return PAUSE if self._seconds_idle() > BUSY_SECONDS else BUSY_PAUSE
+
     async def _run_lines(self, work: _Work) -> None:
         """Run the lines that have no result."""
         batch = work.batch
@@ -287,6 +299,8 @@ class BatchRunner:
                             for number, line in part:
                                 if number in done:
                                     continue
+                                async with self._beginning:
+                                    await asyncio.sleep(self.pause)
                                 await self._slots.acquire()
                                 done.add(number)
                                 task = group.create_task(self._run_line(work, client, reader, number, line))
