@@ -72,7 +72,7 @@ class Format(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
+class _RunningBatch:
     """A batch that is being run here. `reason`: why it is to stop, once `stopped` is set."""
 
     batch: StoredBatch
@@ -115,7 +115,7 @@ class BatchRunner:
         self._max_body_bytes = max_body_bytes
         self._seconds_idle = seconds_idle
         self._beginning = asyncio.Lock()
-        self._works: dict[int, _Work] = {}
+        self._running: dict[int, _RunningBatch] = {}
         self._slots = asyncio.Semaphore(concurrency)
         self._validating = asyncio.Lock()
         self._turns: dict[bytes, asyncio.Lock] = {}
@@ -131,7 +131,7 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Leave all batches as they are: they go on with the next start."""
-        tasks = [task for task in (self._task, *[work.task for work in self._works.values()]) if task is not None]
+        tasks = [task for task in (self._task, *[each.task for each in self._running.values()]) if task is not None]
         self._task = None
         for task in tasks:
             task.cancel()
@@ -164,25 +164,27 @@ class BatchRunner:
     async def _look(self) -> None:
         """Start, or stop, what the store says; forget what is too old."""
         # What ends while the store is asked stays here, for the answer may have it as unfinished still.
-        self._works = {number: work for number, work in self._works.items() if work.task and not work.task.done()}
+        self._running = {
+            number: running for number, running in self._running.items() if running.task and not running.task.done()
+        }
         for batch in await self._store.unfinished():
-            work = self._works.get(batch.number)
-            if work is None:
-                work = self._works[batch.number] = _Work(batch)
-                work.task = asyncio.create_task(self._run(work), name=f"quire-{batch.record.batch_id}")
+            running = self._running.get(batch.number)
+            if running is None:
+                running = self._running[batch.number] = _RunningBatch(batch)
+                running.task = asyncio.create_task(self._run(running), name=f"quire-{batch.record.batch_id}")
             if batch.record.status == "cancelling":
-                work.stop(CANCELLED)
+                running.stop(CANCELLED)
             elif self._store.clock() >= batch.record.expires_at:
-                work.stop(EXPIRED)
+                running.stop(EXPIRED)
         await self._store.expire()
 
     # ---- a batch ----
 
-    async def _run(self, work: _Work) -> None:
+    async def _run(self, running: _RunningBatch) -> None:
         """Run a batch to its end, or until it is to stop; then write its files."""
         try:
-            advancing = asyncio.create_task(self._advance(work))
-            stopped = asyncio.create_task(work.stopped.wait())
+            advancing = asyncio.create_task(self._advance(running))
+            stopped = asyncio.create_task(running.stopped.wait())
             try:
                 await asyncio.wait({advancing, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 failed = advancing.done() and advancing.result()
@@ -191,37 +193,37 @@ class BatchRunner:
                     task.cancel()
                 await asyncio.gather(advancing, stopped, return_exceptions=True)
             if not failed:
-                await self._finish(work)
+                await self._finish(running)
         except Exception as error:  # task boundary: this batch ends, no other
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             code, message = "server_error", "the server failed on this batch"
             if isinstance(cause, NotFoundError):  # the disk has lost the input
                 code, message = cause.code, cause.message
             else:
-                logger.exception("the batch %s failed", work.batch.record.batch_id)
-            await self._fail(work, [{"code": code, "message": message, "param": None, "line": None}])
+                logger.exception("the batch %s failed", running.batch.record.batch_id)
+            await self._fail(running, [{"code": code, "message": message, "param": None, "line": None}])
         finally:
             self._changed.set()
 
-    async def _advance(self, work: _Work) -> bool:
+    async def _advance(self, running: _RunningBatch) -> bool:
         """Validate a batch and run its lines; return whether it has failed."""
-        batch = work.batch
+        batch = running.batch
         if batch.record.status == "validating":
             async with self._validating:
                 errors, count = await self._persist(lambda: self._validate(batch))
             if errors:
-                await self._fail(work, errors)
+                await self._fail(running, errors)
                 return True
             changes = {"status": "in_progress", "in_progress_at": self._now(), "num_lines": count}
             await self._persist(lambda: self._store.change(batch, **changes))
         turn = self._turns.setdefault(batch.owner, asyncio.Lock())
         async with turn:
-            await self._run_lines(work)
+            await self._run_lines(running)
         return False
 
-    async def _fail(self, work: _Work, errors: list[dict[str, Any]]) -> None:
+    async def _fail(self, running: _RunningBatch, errors: list[dict[str, Any]]) -> None:
         changes = {"status": "failed", "failed_at": self._now(), "errors": errors}
-        await self._persist(lambda: self._store.change(work.batch, **changes))
+        await self._persist(lambda: self._store.change(running.batch, **changes))
 
     def _now(self) -> int:
         return int(self._store.clock())
@@ -247,7 +249,7 @@ class BatchRunner:
                 for number, line in part:
                     count += 1
                     check = partial(self._check_line, reader, number, line)
-                    error = await _at_ease(line, check)
+                    error = await _parsed(line, check)
                     if error is not None:
                         errors.append(error)
                     if count > MAX_LINES:
@@ -284,9 +286,9 @@ class BatchRunner:
         """Seconds between the beginnings of two lines: each takes some milliseconds of the event loop."""
         return PAUSE if self._seconds_idle() > BUSY_SECONDS else BUSY_PAUSE
 
-    async def _run_lines(self, work: _Work) -> None:
+    async def _run_lines(self, running: _RunningBatch) -> None:
         """Run the lines that have no result."""
-        batch = work.batch
+        batch = running.batch
         done = await self._persist(lambda: self._store.run(lambda database: database.lines_done(batch.number)))
         reader = self._reader(batch)
         client = LineClient(self._app, owner=batch.owner, tries=None, check=_go_on)
@@ -303,14 +305,16 @@ class BatchRunner:
                                     await asyncio.sleep(self.pause)
                                 await self._slots.acquire()
                                 done.add(number)
-                                task = group.create_task(self._run_line(work, client, reader, number, line))
+                                task = group.create_task(self._run_line(running, client, reader, number, line))
                                 task.add_done_callback(lambda task: self._slots.release())
                     return
                 except StorageError:  # it cannot be read now
                     await asyncio.sleep(RETRY_SECONDS)
 
-    async def _run_line(self, work: _Work, client: LineClient, reader: Reader, number: int, line: bytes) -> None:
-        form = self._formats[work.batch.record.api]
+    async def _run_line(
+        self, running: _RunningBatch, client: LineClient, reader: Reader, number: int, line: bytes
+    ) -> None:
+        form = self._formats[running.batch.record.api]
         usage: dict[str, int] = {}
         try:
             request = await run_in_thread_if(not is_simple(line), partial(reader.read, number, line))
@@ -321,21 +325,21 @@ class BatchRunner:
             data, failed = form.result(request.custom_id, reply), reply.status_code >= 400
             usage = {} if failed else form.usage(reply.content)
         result = LineResult(number=number, failed=failed, data=data)
-        if not await self._persist(lambda: self._store.add_result(work.batch, result, usage)):
-            work.stop(NO_ROOM)
+        if not await self._persist(lambda: self._store.add_result(running.batch, result, usage)):
+            running.stop(NO_ROOM)
 
     # ---- its end ----
 
-    async def _finish(self, work: _Work) -> None:
+    async def _finish(self, running: _RunningBatch) -> None:
         """Write the files of a batch; lines without a result have the reason for it in the place of one."""
-        batch = work.batch
+        batch = running.batch
         record = await self._persist(lambda: self._store.change(batch, status="finalizing", finalizing_at=self._now()))
         if record is None or record.finished:
             return
-        if await self._persist(lambda: self._write_files(work, record)):
+        if await self._persist(lambda: self._write_files(running, record)):
             logger.info("the batch %s has ended", record.batch_id)
 
-    async def _write_files(self, work: _Work, record: BatchRecord) -> bool:
+    async def _write_files(self, running: _RunningBatch, record: BatchRecord) -> bool:
         """Write the files of a batch, and note its end with them; return whether nobody has before."""
         form = self._formats[record.api]
         output, errors = form.files(record)
@@ -345,7 +349,7 @@ class BatchRunner:
             async with contextlib.AsyncExitStack() as stack:
                 good = await stack.enter_async_context(self._store.writing_output())
                 bad = good if errors is None else await stack.enter_async_context(self._store.writing_output())
-                num_left = await self._write_results(work, form, good, bad)
+                num_left = await self._write_results(running, form, good, bad)
                 for writer, kind in ((good, output), (bad, errors)):
                     if kind is not None and writer.num_bytes:
                         files.append(self._store.record(writer, *kind, record.output_seconds))
@@ -357,18 +361,18 @@ class BatchRunner:
                 error_file_id=bad.file_id if bad is not good and bad.file_id in names else None,
                 num_unrun=num_left,
                 num_lines=record.num_completed + record.num_failed + num_left,
-                **_end(None if work.reason == EXPIRED and not num_left else work.reason, self._now()),
+                **_end(None if running.reason == EXPIRED and not num_left else running.reason, self._now()),
             )
-            kept = await self._store.run(lambda database: database.finish(work.batch.number, ended, files))
+            kept = await self._store.run(lambda database: database.finish(running.batch.number, ended, files))
         finally:
             if not kept:
                 await self._store.remove([file.file_id for file in files])
         return kept
 
-    async def _write_results(self, work: _Work, form: Format, good: FileWriter, bad: FileWriter) -> int:
+    async def _write_results(self, running: _RunningBatch, form: Format, good: FileWriter, bad: FileWriter) -> int:
         """Write all results in the order of the lines; return how many lines have none."""
-        batch, reader = work.batch, self._reader(work.batch)
-        code = work.reason or EXPIRED
+        batch, reader = running.batch, self._reader(running.batch)
+        code = running.reason or EXPIRED
         num_left = 0
         async with contextlib.aclosing(self._store.lines(batch.record.input_file_id, reader.longest)) as parts:
             async for part in parts:
@@ -379,7 +383,7 @@ class BatchRunner:
                     result = results.get(number)
                     if result is None:
                         num_left += 1
-                        custom_id = await _at_ease(line, partial(custom_id_of, line))
+                        custom_id = await _parsed(line, partial(custom_id_of, line))
                         await bad.write(form.error(custom_id, code, REASONS[code], number) + b"\n")
                     else:
                         await (bad if result.failed else good).write(result.data + b"\n")
@@ -394,9 +398,9 @@ async def _go_on() -> None:
     """An engine that is gone is replaced, or the server ends: the line waits for either."""
 
 
-async def _at_ease(line: bytes, work: Callable[[], T]) -> T:
-    """Return `work()`, which parses a line, and give interactive requests their turn before the next one."""
-    result = await run_in_thread_if(not is_simple(line), work)
+async def _parsed(line: bytes, parse: Callable[[], T]) -> T:
+    """Return `parse()`, which reads a line, and give interactive requests their turn before the next one."""
+    result = await run_in_thread_if(not is_simple(line), parse)
     await asyncio.sleep(0)
     return result
 
