@@ -20,7 +20,6 @@ from quire import logs
 from quire.cli.flags import Command, Flag, check_mapping, flags_of, load_yaml, printable
 from quire.config import CONFIG_GROUPS, DEMO_MODEL, SERVER_GROUPS, AcceptedOptions, EngineConfig
 from quire.engine.launch import engine_options
-from quire.engine.profiler import check_profiler_dir
 from quire.errors import AddressInUseError, ConfigError, ModelError, echo
 from quire.kernels.gpu.probe import check_gpu, has_driver, missing_packages
 from quire.options import option
@@ -132,7 +131,10 @@ def check_server(config: EngineConfig) -> None:
         check_gpu()  # the engine, which takes longer to start, would find the same
     if config.server.ssl_certfile is not None:
         check_certificate(config.server.ssl_certfile, config.server.ssl_keyfile)
-    check_profiler_dir(config.profiler.profiler_dir)
+    if config.profiler.profiler_dir is not None:
+        from quire.engine.profiler import check_profiler_dir  # not for everybody
+
+        check_profiler_dir(config.profiler.profiler_dir)
     if config.server.data_dir is not None:
         prepare_data_dir(config.server.data_dir)
     if config.server.uds is None:

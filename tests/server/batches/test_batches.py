@@ -176,7 +176,7 @@ def test_lists(live: LiveServer) -> None:
     rest = live.http.get(BATCHES, params={"after": listed["last_id"]}).json()
     assert [batch["id"] for batch in rest["data"]] == names[:1] and not rest["has_more"]
     check_batch(rest["data"][0])
-    check_refused(live.http.get(BATCHES, params={"after": "x"}), status=404, code="invalid_cursor", param="after")
+    check_refused(live.http.get(BATCHES, params={"after": "x"}), status=400, code="invalid_cursor", param="after")
 
 
 # ---- what becomes of those that do not run to their end ----

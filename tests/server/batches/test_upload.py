@@ -158,7 +158,7 @@ def test_lists(make_server: MakeServer) -> None:
     upwards = live.http.get(FILES, params={"order": "asc", "after": names[3], "purpose": "batch"}).json()
     assert [file["id"] for file in upwards["data"]] == names[4:]
     assert live.http.get(FILES, params={"purpose": "vision"}).json()["data"] == []
-    check_refused(live.http.get(FILES, params={"after": "nope"}), status=404, code="invalid_cursor", param="after")
+    check_refused(live.http.get(FILES, params={"after": "nope"}), status=400, code="invalid_cursor", param="after")
     check_refused(live.http.get(FILES, params={"limit": 0}), code="integer_below_min_value", param="limit")
 
 

@@ -152,7 +152,7 @@ class BatchDatabase(Database):
     def _place(self, table: str, where: str, values: Sequence[Any], name: str, param: str) -> int:
         found = self._row(f"SELECT number FROM {table} WHERE {where} AND id = ?", *values, name)
         if found is None:
-            raise NotFoundError(f"{param}: there is no {echo(name)}", param=param, code="invalid_cursor")
+            raise RequestError(f"{param}: there is no {echo(name)}", param=param, code="invalid_cursor")
         return int(found[0])
 
     def delete_file(self, owner: bytes, file_id: str, purposes: Sequence[str]) -> None:
