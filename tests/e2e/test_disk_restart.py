@@ -169,6 +169,7 @@ def test_a_model_with_one_other_weight_shares_nothing(tmp_path: Path) -> None:
     assert here([prompt], disk, **options) == [(96, first)]
 
 
+@pytest.mark.slow
 def test_a_folder_too_small_for_everything_keeps_what_was_used_last(tmp_path: Path) -> None:
     """Room for one prompt and a half: the older one is only partly there, and nothing that is read is wrong."""
     prompts = [prompt_of(number, 400) for number in range(2)]

@@ -282,6 +282,7 @@ def outcome(output: Any) -> list[tuple[str, list[int], str | None]]:
     return [(item.text, list(item.token_ids), item.finish_reason) for item in output.outputs]
 
 
+@pytest.mark.slow
 def test_pressure_on_memory_changes_nothing() -> None:
     """Requests with forms, preempted again and again, end as they do alone."""
     draw = random.Random(3)
@@ -340,6 +341,7 @@ TEXTS_FORMS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "first"])
 def test_hot_texts_of_every_tokenizer_have_their_form(tmp_path: Path, kind: str) -> None:
     """A model of random weights, characters of several tokens, blanks at the beginning."""

@@ -185,7 +185,7 @@ def test_errors_with_half_a_character_arrive_as_they_are(source: str, workers: T
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("by_request", [False, True])
+@pytest.mark.parametrize("by_request", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hostile_templates_cost_their_own_request(
     name: str, by_request: bool, workers: TemplateWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +222,7 @@ def check_stopped(name: str, by_request: bool, workers: TemplateWorkers) -> None
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.parametrize("by_request", [False, True])
+@pytest.mark.parametrize("by_request", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_event_loop_goes_on_meanwhile(name: str, by_request: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.frontend.chat_worker.TIMEOUT", 0.5)
     worst = 0.0
@@ -312,6 +312,7 @@ def check_expressions(found: Iterable[str]) -> None:
                 assert time.thread_time() - before < 2 * MAX_LOOP_SECONDS, source
 
 
+@pytest.mark.slow
 def test_what_the_core_has_is_over_at_once() -> None:
     check_expressions(random.Random(5).sample(list(expressions()), 300))
 

@@ -228,6 +228,7 @@ def test_a_vocabulary_that_spells_a_control_token_is_taken_apart(tmp_path: Path)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a </s> b</s>"
 
 
+@pytest.mark.slow
 def test_a_speech_model_has_more_added_tokens_than_words(tmp_path: Path) -> None:
     """65536 and more, each an object of six values in two files."""
     train_byte_level().save(str(tmp_path / "tokenizer.json"))

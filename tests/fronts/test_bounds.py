@@ -81,6 +81,7 @@ def begin_body(connection: HTTPConnection) -> None:
     connection.send(b" " * (BODY_SIZE - len(BODY_END)))
 
 
+@pytest.mark.slow
 def test_so_many_requests_in_the_queue_of_both(clients: list[httpx.Client]) -> None:
     with contextlib.ExitStack() as stack:
         chunks = []

@@ -54,6 +54,7 @@ def complete(client: httpx.Client, max_tokens: int = 8, prompt: str = "The king 
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_all_fronts_show_the_sum_of_all(server: Server) -> None:
     pids = wait_for_fronts(server, 2)
     with client_of(server, pids[0]) as one, client_of(server, pids[1]) as two:

@@ -106,6 +106,7 @@ def kill_fronts(server: Server, count: int, *, which: int = 0) -> None:
     wait_for_fronts(server, count)
 
 
+@pytest.mark.slow
 def test_models_are_the_same_at_every_front_and_after_each_has_died(server: Server, count: int) -> None:
     with clients_of(server, count) as clients:
         expected = text_of(clients[0], "b")

@@ -126,6 +126,7 @@ def limit_of(client: httpx.Client) -> str:
     return client.get("/v1/models", headers={"authorization": "Bearer changed"}).headers["x-ratelimit-limit-requests"]
 
 
+@pytest.mark.slow
 def test_a_front_that_dies_gives_back_its_requests_but_no_rate(server: Server) -> None:
     pids = wait_for_fronts(server, 2)
     with client_of(server, pids[0]) as first, client_of(server, pids[1]) as second:
@@ -142,6 +143,7 @@ def test_a_front_that_dies_gives_back_its_requests_but_no_rate(server: Server) -
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
 
 
+@pytest.mark.slow
 def test_a_front_that_starts_while_the_file_of_keys_is_broken_has_the_keys_as_they_were(
     keys: Path, server: Server
 ) -> None:

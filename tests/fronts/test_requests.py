@@ -44,6 +44,7 @@ def generating(client: httpx.Client) -> Iterator[str]:
         yield json.loads(line[6:])["id"]
 
 
+@pytest.mark.slow
 def test_running_requests_of_all_fronts_are_listed(clients: tuple[httpx.Client, httpx.Client], server: Server) -> None:
     one, two = clients
     with client_of(server, wait_for_fronts(server, 2)[1]) as third, generating(one) as first, generating(two) as second:

@@ -229,6 +229,7 @@ def test_a_stream_waits_for_its_reader_and_keeps_little(make_server: MakeServer)
     assert sum(len(chunk["choices"][0]["text"]) for chunk in chunks) == 6_000, "what it reads late is all there"
 
 
+@pytest.mark.slow
 def test_1500_half_open_connections_are_closed_and_disturb_nobody(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 # Ended for taking too long, as others are, each of which costs two seconds and a process.
-SLOW = ("schema: conditions", "schema: const", "schema: names", "regex: million", "grammar: bomb", "tags")
+SLOW = (
+    *("schema: conditions", "schema: const", "schema: names", "schema: enum", "schema: references"),
+    *("regex: million", "grammar: bomb", "grammar: parameters", "tags"),
+)
 
 
 @pytest.fixture(scope="module")

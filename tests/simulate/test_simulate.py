@@ -243,6 +243,7 @@ def test_calibration_finds_the_machine_it_runs_on():
 # ---- the published trace ----
 
 
+@pytest.mark.slow
 def test_the_published_trace_has_the_hits_its_hash_ids_promise(replay, mooncake):
     requests = read_trace(str(mooncake), limit=300)
     apart = [dataclasses.replace(request, arrival=1000.0 * request.number) for request in requests]

@@ -221,6 +221,7 @@ def test_probes_are_answered_while_there_is_no_front(
         assert (status, body["error"]["code"]) == (503, "engine_unavailable")
 
 
+@pytest.mark.slow
 def test_probes_are_truthful_while_a_front_is_frozen_and_replaced(start: Callable[..., Supervised]) -> None:
     server = start("freeze deaf", front_stall_timeout=2.0)
     server.line()
@@ -232,6 +233,7 @@ def test_probes_are_truthful_while_a_front_is_frozen_and_replaced(start: Callabl
         assert server.get(b"/livez")[0] == 503
 
 
+@pytest.mark.slow
 def test_a_client_that_begins_no_handshake_does_not_stop_the_supervisor(
     start: Callable[..., Supervised], tmp_path: Path
 ) -> None:
@@ -294,6 +296,7 @@ def test_one_connection_too_many_is_said_to_be_so(start: Callable[..., Supervise
     until(lambda: not server.get()[1]["excess"])
 
 
+@pytest.mark.slow
 def test_the_connections_of_a_dead_front_count_no_longer(start: Callable[..., Supervised]) -> None:
     server = start("freeze serve", max_connections=3, max_connections_per_address=100, front_stall_timeout=2.0)
     server.line()
