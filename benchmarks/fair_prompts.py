@@ -1,6 +1,6 @@
 """What one long prompt does to short ones beside it, and they to it: times to first token on the real engine.
 
-    python benchmarks/fair_prompts.py [--model MODEL] [--long 6000] [--short 100] [--num-short 20] [--gap SECONDS]
+    python benchmarks/fair_prompts.py [--shape small|demo|large] [--long 12000] [--short 80] [--num-short 20] [--gap 0.2]
 
 Three runs: the long prompt alone, the short ones alone, all together. The long one arrives first; the short ones come
 right after it, or one every `--gap` seconds. "fifo" gives the first prompt all of a step, as schedulers without shares
@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from common import print_header, print_table
+from plan_accuracy import SHAPES, shape_options
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
@@ -108,29 +111,28 @@ def compare(core: EngineCore, args: argparse.Namespace) -> list[list[str]]:
 def main() -> int:
     """Print the table; return 1 if, with shares, one of `BOUNDS` is exceeded where all prompts come at once."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", default="quire-demo")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--long", type=int, default=900)
-    parser.add_argument("--short", type=int, default=10)
+    parser.add_argument("--shape", default="small", choices=["demo", *SHAPES])
+    parser.add_argument("--long", type=int, default=12000)
+    parser.add_argument("--short", type=int, default=80)
     parser.add_argument("--num-short", type=int, default=20)
-    parser.add_argument("--output", type=int, default=8)
+    parser.add_argument("--output", type=int, default=16)
     parser.add_argument("--gap", type=float, default=0.0)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--hf-overrides", type=json.loads, default={})
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--hf-overrides", type=json.loads, default={"max_position_embeddings": 32768})
     args = parser.parse_args()
-    core = EngineCore(
-        EngineConfig.from_kwargs(
-            model=args.model,
-            load_format=args.load_format,
-            hf_overrides=args.hf_overrides,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            kv_cache_memory_bytes=2**30,
+    with tempfile.TemporaryDirectory() as folder:
+        core = EngineCore(
+            EngineConfig.from_kwargs(
+                **shape_options(args.shape, Path(folder)),
+                hf_overrides=args.hf_overrides,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                kv_cache_memory_bytes=2**30,
+            )
         )
-    )
-    rows = compare(core, args)
-    core.close()
+        rows = compare(core, args)
+        core.close()
     print_header(
-        f"A prompt of {args.long} tokens beside {args.num_short} of {args.short}, {args.gap} s apart; {args.model}, "
+        f"A prompt of {args.long} tokens beside {args.num_short} of {args.short}, {args.gap} s apart; {args.shape}, "
         f"{args.max_num_batched_tokens} tokens a step"
     )
     print_table(["", "short alone [s]", "beside", "times", "long alone [s]", "beside", "times"], rows)
