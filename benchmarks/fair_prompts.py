@@ -1,6 +1,6 @@
 """What one long prompt does to short ones beside it, and they to it: times to first token on the real engine.
 
-    python benchmarks/fair_prompts.py [--shape small|demo|large] [--long 12000] [--short 80] [--num-short 20] [--gap 0.2]
+    python benchmarks/fair_prompts.py [--shape small|demo|large] [--long 12000] [--short 80] [--gap 0.2]
 
 Three runs: the long prompt alone, the short ones alone, all together. The long one arrives first; the short ones come
 right after it, or one every `--gap` seconds. "fifo" gives the first prompt all of a step, as schedulers without shares
