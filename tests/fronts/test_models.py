@@ -153,6 +153,7 @@ def test_a_model_goes_on_loading_when_the_front_dies_that_has_it_loaded(server: 
         assert len(engines_of(server)) == number
 
 
+@pytest.mark.slow
 def test_a_model_that_is_used_at_another_front_is_left_alone(server: Server, count: int) -> None:
     body = {"model": "b", "prompt": "The king", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with clients_of(server, count) as clients:
@@ -171,6 +172,7 @@ def test_a_model_that_is_used_at_another_front_is_left_alone(server: Server, cou
             text_of(clients[0], "b")
 
 
+@pytest.mark.slow
 def test_adapters_are_the_same_at_every_front_and_after_one_has_died(server: Server, count: int, adapter: Path) -> None:
     with clients_of(server, count) as clients:
         operate(clients[-1], "/v1/load_lora_adapter", lora_name="pirate", lora_path=str(adapter), model="b")

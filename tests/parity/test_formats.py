@@ -154,6 +154,7 @@ def write_gpt_oss(folder: Path) -> Path:
     return meant
 
 
+@pytest.mark.slow
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     meant = write_gpt_oss(tmp_path)
     expected = logits_of(oracle(meant), PROMPT)

@@ -307,7 +307,12 @@ def test_the_connections_of_a_dead_front_count_no_longer(start: Callable[..., Su
         assert server.get()[1]["excess"] == ""
 
 
-@pytest.mark.parametrize("mode", ["serve", "freeze", "deaf"])
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("serve", "freeze")]
+
+
+@pytest.mark.parametrize("mode", [*SLOW_MODES, "deaf"])
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("serve", "freeze")), "deaf"]
+)
 def test_a_signal_ends_it_in_time_whatever_the_front_does(start: Callable[..., Supervised], mode: str) -> None:
     server = start(mode, front_stall_timeout=2.0)
     if mode != "deaf":
