@@ -311,8 +311,6 @@ SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("serve", "
 
 
 @pytest.mark.parametrize("mode", [*SLOW_MODES, "deaf"])
-    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("serve", "freeze")), "deaf"]
-)
 def test_a_signal_ends_it_in_time_whatever_the_front_does(start: Callable[..., Supervised], mode: str) -> None:
     server = start(mode, front_stall_timeout=2.0)
     if mode != "deaf":
